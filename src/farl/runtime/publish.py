@@ -1,0 +1,146 @@
+"""From learner versions to published policies: plan, stream, send, and keep until nobody needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from farl.core.protocols import Transport
+from farl.core.types import DTYPES, PolicyStamp
+from farl.forecast import Forecaster, ForecastPlan
+from farl.runtime.pool import RolloutPool
+from farl.runtime.schedule import Dispatch, horizon_of, split_batch
+from farl.runtime.config import LoopConfig
+
+
+@dataclass
+class Publication:
+    """Weights on their way, and the dispatches that still need them."""
+
+    stamp: PolicyStamp
+    damping: float
+    descriptor: Mapping[str, Any]
+    dispatches: dict[int, Dispatch] = field(default_factory=dict)
+
+
+class Publisher:
+    """Dispatches batches, each from one freshly published policy.
+
+    Args:
+        forecaster: plans and streams.
+        transport: carries the weights.
+        pool: generates.
+        config: pipeline, rollout settings and seed.
+    """
+
+    def __init__(
+        self, forecaster: Forecaster, transport: Transport, pool: RolloutPool, config: LoopConfig
+    ) -> None:
+        self._forecaster = forecaster
+        self._transport = transport
+        self._pool = pool
+        self._config = config
+        self._open: dict[int, Publication] = {}
+        self._batch_damping: dict[int, float] = {}
+        self.next_batch = 0
+        self._next_dispatch_id = 0
+
+    def dispatch_next(self) -> ForecastPlan:
+        """Publishes the policy of the next batch and submits its dispatches.
+
+        Returns:
+            The plan that was shipped.
+        """
+        batch = self.next_batch
+        plan = self._forecaster.plan(horizon_of(self._config.pipeline, batch))
+        wire_dtype = self._config.pipeline.wire_dtype
+        stamp = plan.stamp(wire_dtype)
+        leaves = self._forecaster.weights(plan=plan, dtype=DTYPES[wire_dtype])
+        descriptor = self._transport.send(batch, stamp, leaves)
+        dispatches = split_batch(
+            batch=batch,
+            first_dispatch_id=self._next_dispatch_id,
+            rollout=self._config.rollout,
+            num_workers=self._config.pipeline.num_workers,
+            seed=self._config.seed,
+            publication=batch,
+            stamp=stamp,
+        )
+        self._open[batch] = Publication(
+            stamp=stamp,
+            damping=plan.damping if plan.moves else 0.0,
+            descriptor=descriptor,
+            dispatches={d.dispatch_id: d for d in dispatches},
+        )
+        self._batch_damping[batch] = self._open[batch].damping
+        self.next_batch += 1
+        self._next_dispatch_id += len(dispatches)
+        for dispatch in dispatches:
+            self._pool.submit(dispatch, descriptor)
+        return plan
+
+    def finish(self, dispatch_id: int) -> bool:
+        """Notes a finished dispatch; the weights are released with the last one of their publication.
+
+        Returns:
+            False for a dispatch that is not outstanding.
+        """
+        for number, publication in list(self._open.items()):
+            if publication.dispatches.pop(dispatch_id, None) is not None:
+                if not publication.dispatches:
+                    self._transport.release(number)
+                    del self._open[number]
+                return True
+        return False
+
+    def damping_of(self, batch: int) -> float:
+        """Damping of the plan that drew batch n, 0 if it was held; forgotten once asked."""
+        return self._batch_damping.pop(batch)
+
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+        """Outstanding dispatches and the very weights they were promised.
+
+        Returns:
+            Tensors by publication and leaf, and a JSON record.
+        """
+        tensors: dict[str, dict[str, Tensor]] = {}
+        for number, publication in self._open.items():
+            _, leaves = self._transport.receive(publication.descriptor)
+            tensors[f"publication_{number}"] = {name: leaf.clone() for name, leaf in leaves}
+        record = {
+            "next_batch": self.next_batch,
+            "next_dispatch_id": self._next_dispatch_id,
+            "batch_damping": {str(n): d for n, d in self._batch_damping.items()},
+            "open": {
+                str(number): {
+                    "stamp": p.stamp.to_json(),
+                    "damping": p.damping,
+                    "dispatches": [d.to_json() for d in p.dispatches.values()],
+                }
+                for number, p in self._open.items()
+            },
+        }
+        return tensors, record
+
+    def restore(self, tensors: Mapping[str, Mapping[str, Tensor]], record: Mapping[str, Any]) -> None:
+        """Inverse of `state`: publishes the promised weights again and re-sends what was outstanding."""
+        self.next_batch = record["next_batch"]
+        self._next_dispatch_id = record["next_dispatch_id"]
+        self._batch_damping = {int(n): d for n, d in record["batch_damping"].items()}
+        for key, data in record["open"].items():
+            number, stamp = int(key), PolicyStamp.from_json(data["stamp"])
+            saved = tensors[f"publication_{number}"]
+            order = [name for name, _ in self._forecaster.past_weights(0)]
+            descriptor = self._transport.send(number, stamp, ((name, saved[name]) for name in order))
+            dispatches = [Dispatch.from_json(d) for d in data["dispatches"]]
+            self._open[number] = Publication(
+                stamp=stamp,
+                damping=data["damping"],
+                descriptor=descriptor,
+                dispatches={d.dispatch_id: d for d in dispatches},
+            )
+            for dispatch in dispatches:
+                self._pool.submit(dispatch, descriptor)
