@@ -6,14 +6,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch import nn
-
 from farl.config import TrainConfig, to_json
-from farl.core.protocols import Tokenizer, Transport
-from farl.core.types import DTYPES
-from farl.engines.models import ModelConfig
-from farl.engines.transformers_engine import CausalPolicy, TransformersSampler
-from farl.engines.transformers_models import ChatTokenizer, load_model, save_model
+from farl.core.protocols import Transport
+from farl.engines.transformers_engine import CausalPolicy, make_sampler
+from farl.engines.transformers_models import LoadedModel, load_model, save_model
 from farl.runtime.launch_inline import InlinePool
 from farl.runtime.launch_local import LocalPool
 from farl.runtime.loop import Parts
@@ -21,16 +17,23 @@ from farl.runtime.pool import RolloutPool
 from farl.runtime.records import Listener
 from farl.runtime.rollout import RolloutTools
 from farl.tasks import make_task
-from farl.wire import InProcessTransport, SharedMemoryTransport
+from farl.tasks.addition import warm_start_examples
+from farl.wire import InProcessTransport, SharedMemoryTransport, layout_of
+from farl.wire.layout import spec_of
+
+
+def load(config: TrainConfig) -> LoadedModel:
+    """The model of a run, made first where it has to be made."""
+    return load_model(config.model, warm_start_examples=warm_start_examples)
 
 
 def build_tools(config: TrainConfig) -> RolloutTools:
     """Loads a sampler of its own, the tokenizer and the task; what a rollout worker needs."""
-    module, tokenizer = load(config.model)
+    model = load(config)
     return RolloutTools(
-        sampler=TransformersSampler(module, tokenizer),
-        tokenizer=tokenizer,
-        task=make_task(config.task, tokenizer),
+        sampler=make_sampler(model.module, model.tokenizer, model.max_positions),
+        tokenizer=model.tokenizer,
+        task=make_task(config.task, model.tokenizer, system=config.model.system),
         config=config.rollout,
     )
 
@@ -43,29 +46,27 @@ def build_parts(
     Returns:
         The parts, and a function that writes the learner's exact weights as a model folder.
     """
-    module, tokenizer = load(config.model)
+    model = load(config)
+    task = make_task(config.task, model.tokenizer, system=config.model.system)
+    layout = layout_of(spec_of(model.module), dtype=config.pipeline.wire_dtype)
     transport: Transport
     pool: RolloutPool
     if config.pipeline.launch == "inline":
-        transport = InProcessTransport(_spec(module), wire_dtype=DTYPES[config.pipeline.wire_dtype])
+        transport = InProcessTransport(layout)
         pool = InlinePool(build_tools(config), transport)
     else:
-        transport = SharedMemoryTransport(_spec(module), wire_dtype=DTYPES[config.pipeline.wire_dtype])
+        wire_folder = config.pipeline.wire_folder
+        transport = SharedMemoryTransport(layout, folder=Path(wire_folder) if wire_folder else None)
         pool = LocalPool([sys.executable, "-m", "farl.worker"], to_json(config), config.pipeline, folder / "workers")
     parts = Parts(
-        policy=CausalPolicy(module),
-        tokenizer=tokenizer,
-        pad_id=tokenizer.pad_id,
-        task=make_task(config.task, tokenizer),
-        eval_sampler=TransformersSampler(module, tokenizer),
+        policy=CausalPolicy(model.module),
+        tokenizer=model.tokenizer,
+        pad_id=model.tokenizer.pad_id,
+        task=task,
+        eval_sampler=make_sampler(model.module, model.tokenizer, model.max_positions),
         pool=pool,
         transport=transport,
         listeners=listeners,
         folder=folder,
     )
-    return parts, lambda path: save_model(module, tokenizer, path)
-
-
-def load(config: ModelConfig) -> tuple[nn.Module, ChatTokenizer]:
-    """The model and its tokenizer, from the cache where there is one."""
-    return load_model(config)
+    return parts, lambda path: save_model(model, path)

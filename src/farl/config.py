@@ -22,6 +22,10 @@ from farl.errors import ConfigError, unknown_name
 from farl.runtime.config import LoopConfig
 from farl.tasks import TaskConfig
 
+_NOT_IN_HASH = (
+    "launch", "wire_folder", "max_restarts", "heartbeat_timeout_s", "progress_timeout_s", "startup_timeout_s",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
@@ -40,7 +44,9 @@ class TrainConfig(LoopConfig):
 
 def recipe_names() -> list[str]:
     """Names of the recipes that ship with FARL."""
-    return sorted(p.name.removesuffix(".toml") for p in resources.files("farl.recipes").iterdir() if p.name.endswith(".toml"))
+    return sorted(
+        p.name.removesuffix(".toml") for p in resources.files("farl.recipes").iterdir() if p.name.endswith(".toml")
+    )
 
 
 def load_recipe(name_or_path: str) -> TrainConfig:
@@ -73,6 +79,7 @@ def parse_config(data: Mapping[str, Any]) -> TrainConfig:
     """
     import pydantic
 
+    data = _without_keyword(data)
     _refuse_unknown(data, TrainConfig, "")
     try:
         return pydantic.TypeAdapter(TrainConfig).validate_python(dict(data))
@@ -82,6 +89,15 @@ def parse_config(data: Mapping[str, Any]) -> TrainConfig:
         where = f"{path}={first['input']!r}: " if path and not isinstance(first["input"], dict) else ""
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}{message}") from error
+
+
+def _without_keyword(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`task.import` is `import_from` in Python, where `import` is a keyword."""
+    task = data.get("task")
+    if not isinstance(task, Mapping) or "import" not in task:
+        return dict(data)
+    renamed = {"import_from" if k == "import" else k: v for k, v in task.items()}
+    return {**data, "task": renamed}
 
 
 def _refuse_unknown(data: Mapping[str, Any], kind: type, path: str) -> None:
@@ -103,7 +119,7 @@ def config_hash(config: TrainConfig) -> str:
     data = to_json(config)
     data.pop("name")
     data.pop("record")
-    for key in ("launch", "max_restarts", "heartbeat_timeout_s", "progress_timeout_s", "startup_timeout_s"):
+    for key in _NOT_IN_HASH:
         data["pipeline"].pop(key)
     return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -121,4 +137,3 @@ def apply_overrides(config: TrainConfig, arguments: list[str]) -> TrainConfig:
         return config
     changed = tyro.cli(TrainConfig, default=config, args=arguments, prog="farl train RECIPE")
     return parse_config(to_json(changed))
-

@@ -53,7 +53,10 @@ def test_dispatch_survives_json():
     ("make", "words"),
     [
         (lambda: AsyncConfig(lag=-1), r"pipeline.lag=-1: must be 0 or more; 0 trains only on fresh"),
-        (lambda: AsyncConfig(lag=3, updates_per_batch=2), "pipeline.lag=3: must be a multiple of updates_per_batch=2"),
+        (
+            lambda: AsyncConfig(lag=3, updates_per_batch=2),
+            "pipeline.lag=3: must be a multiple of updates_per_batch=2",
+        ),
         (lambda: AsyncConfig(launch="ray"), "'inline' or 'local'"),
         (lambda: AsyncConfig(wire_dtype="int8"), "float32, bfloat16, float16"),
         (lambda: RolloutConfig(members=1), "rollout.members=1: must be 2 or more"),

@@ -71,7 +71,8 @@ def policy_distance(logp_learner_BT: Tensor, logp_sampler_BT: Tensor, mask_BT: T
 
     Source: Schulman, "Approximating KL divergence" (k3 estimator); Kish effective sample size.
     """
-    log_ratio_BT = (logp_learner_BT.detach().double() - logp_sampler_BT.detach().double()) * mask_BT
+    log_ratio_BT = logp_learner_BT.detach().double() - logp_sampler_BT.detach().double()
+    log_ratio_BT = torch.where(mask_BT, log_ratio_BT, 0.0)
     count = int(mask_BT.sum())
     if count == 0:
         return PolicyDistance(kl_nats=0.0, ess_fraction=1.0, weight_variance=0.0, num_tokens=0)

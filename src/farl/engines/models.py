@@ -15,22 +15,26 @@ class ModelConfig:
         source: "smollm2-135m" (converted once from its PyPI package), "tiny-digits" (a small transformer built
             and warmed up here), or any folder or hub name that transformers loads.
         cache_dir: where converted and warmed-up models are kept.
+        chat: whether questions go through the chat template; False continues the bare text.
         system: system prompt; None leaves it to the chat template, "" leaves it out.
         hidden: width of "tiny-digits".
         layers: layers of "tiny-digits".
         heads: attention heads of "tiny-digits".
         warm_start_steps: supervised steps of "tiny-digits" before RL.
         warm_start_lr: their learning rate.
+        init_seed: of the initial weights of "tiny-digits".
     """
 
     source: str = "smollm2-135m"
-    cache_dir: str = ".cache/farl"
+    cache_dir: str = "~/.cache/farl"
+    chat: bool = True
     system: str | None = None
-    hidden: int = 96
+    hidden: int = 64
     layers: int = 3
     heads: int = 4
-    warm_start_steps: int = 300
-    warm_start_lr: float = 1e-3
+    warm_start_steps: int = 800
+    warm_start_lr: float = 2e-3
+    init_seed: int = 0
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -38,5 +42,7 @@ class ModelConfig:
         for name in ("hidden", "layers", "heads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be 1 or more")
+        if self.system and not self.chat:
+            raise ConfigError(f"model.system={self.system!r}: there is no system prompt without chat=true")
         if self.hidden % self.heads:
             raise ConfigError(f"model.hidden={self.hidden}: must be a multiple of model.heads={self.heads}")

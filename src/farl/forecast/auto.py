@@ -57,9 +57,7 @@ def rule_coefficients(
     return memo.coefficients[key]
 
 
-def score_rule(
-    name: str, gram: GramBand, version: int, horizon: int, config: ForecastConfig, memo: Memo
-) -> RuleScore:
+def score_rule(name: str, gram: GramBand, version: int, horizon: int, config: ForecastConfig, memo: Memo) -> RuleScore:
     """Scores one rule on the targets `version, version - 1, ...` that the band still covers.
 
     Args:

@@ -44,9 +44,7 @@ class GramBand:
         age = self.newest - late
         if 0 <= age < len(self.rows) and late - early < len(self.rows[age]):
             return self.rows[age][late - early]
-        raise StateError(
-            f"<D[{i}], D[{j}]> was not kept: rows {self.oldest}..{self.newest}, band too narrow or short"
-        )
+        raise StateError(f"<D[{i}], D[{j}]> was not kept: rows {self.oldest}..{self.newest}, band too narrow or short")
 
     def covers(self, oldest: int, newest: int) -> bool:
         """Whether every inner product among the updates `oldest .. newest` was kept.

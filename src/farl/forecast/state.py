@@ -364,9 +364,7 @@ def stream(
 
 
 @torch.no_grad()
-def rewind(
-    state: ForecastState, num_updates: int, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def rewind(state: ForecastState, num_updates: int, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
     """Rebuilds the weights of `num_updates` updates ago from the displacements held, for the stale probe.
 
         theta[t-n] = theta[t] - sum_{i<n} D[t-i]
@@ -382,9 +380,7 @@ def rewind(
     yield from _combine(state, (-1.0,) * num_updates, dtype or torch.float32)
 
 
-def _combine(
-    state: ForecastState, coefficients: tuple[float, ...], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _combine(state: ForecastState, coefficients: tuple[float, ...], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     terms = [(state.slots[k], c) for k, c in enumerate(coefficients) if c != 0.0]
     for name, base_N in state.previous.items():
         ring_CN = state.history[name]

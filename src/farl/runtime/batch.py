@@ -44,9 +44,7 @@ def make_batch(groups: Sequence[Group], advantage_B: Tensor, *, version: int, pa
     return TrainBatch(
         prompt_ids_PL=prompt_ids_PL,
         prompt_mask_PL=prompt_mask_PL,
-        group_B=torch.repeat_interleave(
-            torch.arange(len(groups)), torch.tensor([len(g.rollouts) for g in groups])
-        ),
+        group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g.rollouts) for g in groups])),
         completion_ids_BT=ids_BT,
         mask_BT=mask_BT,
         logp_behaviour_BT=logp_BT,

@@ -63,6 +63,7 @@ class AsyncConfig:
         num_workers: rollout processes of "local".
         threads: torch threads of the learner and of each worker.
         wire_dtype: dtype of weights on the wire; bfloat16 halves the bytes and adds a KL floor of its own.
+        wire_folder: where published weights go; "" takes /dev/shm, or the folder for temporary files.
         heartbeat_timeout_s: silence after which a worker counts as hung.
         progress_timeout_s: time without a new token or reward after which a busy worker counts as hung.
         startup_timeout_s: time a worker may take to load its model.
@@ -76,6 +77,7 @@ class AsyncConfig:
     num_workers: int = 1
     threads: int = 1
     wire_dtype: str = "float32"
+    wire_folder: str = ""
     heartbeat_timeout_s: float = 10.0
     progress_timeout_s: float = 120.0
     startup_timeout_s: float = 180.0
@@ -245,8 +247,8 @@ class LoopConfig:
         groups, updates = self.rollout.prompts_per_batch, self.pipeline.updates_per_batch
         if groups % updates:
             raise ConfigError(
-                f"rollout.prompts_per_batch={groups}: must be a multiple of pipeline.updates_per_batch={updates}, since "
-                "a minibatch is made of whole groups"
+                f"rollout.prompts_per_batch={groups}: must be a multiple of pipeline.updates_per_batch={updates}, "
+                "since a minibatch is made of whole groups"
             )
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed={self.seed}: must be from 0 to 2^31 - 1")

@@ -151,7 +151,8 @@ def print_summary(summary: Summary, *, folder: str, console: Console | None = No
     )
     table.add_row("updates with the forecast held", f"{summary.held_fraction:.0%}")
     table.add_row(
-        "time overlapped", f"{summary.overlap_fraction:.0%} of the wall; wall / max(train, generate) {summary.step_ratio:.2f}"
+        "time overlapped",
+        f"{summary.overlap_fraction:.0%} of the wall; wall / max(train, generate) {summary.step_ratio:.2f}",
     )
     table.add_row("computing: learner, workers", f"{summary.train_s:.0f} s, {summary.generate_s:.0f} s")
     table.add_row("workers restarted, updates skipped", f"{summary.num_restarts}, {summary.num_skipped}")

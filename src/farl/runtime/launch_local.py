@@ -263,4 +263,3 @@ def _tell(worker: Worker, message: Mapping[str, Any]) -> None:
         worker.channel.send(dict(message))
     except (FarlError, OSError):
         log.debug("worker %d did not take %s", worker.index, message["type"])
-

@@ -171,9 +171,7 @@ class Trainer:
         for i in range(updates):
             first, last = i * config.groups_per_update, (i + 1) * config.groups_per_update
             rows_B = (whole.group_B >= first) & (whole.group_B < last)
-            mini = make_batch(
-                groups[first:last], advantage_B[rows_B], version=self.version, pad_id=self.parts.pad_id
-            )
+            mini = make_batch(groups[first:last], advantage_B[rows_B], version=self.version, pad_id=self.parts.pad_id)
             width = mini.mask_BT.shape[1]
             anchor_BT = None if proximal_BT is None else proximal_BT[rows_B, :width]
             self._update(mini, groups[first], anchor_BT, damping, shared)
@@ -276,7 +274,9 @@ class Trainer:
             max_new_tokens=self.config.rollout.max_new_tokens,
         )
         self.evaluations.append({"update": self.version, "accuracy": result.accuracy, "problems": result.num_problems})
-        self._event(f"version {self.version}: accuracy {result.accuracy:.3f} on {result.num_problems} held-out problems")
+        self._event(
+            f"version {self.version}: accuracy {result.accuracy:.3f} on {result.num_problems} held-out problems"
+        )
         return result
 
     def _write_samples(self, groups: list[Group]) -> None:
@@ -348,7 +348,7 @@ class Trainer:
         with torch.no_grad():
             for name, parameter in self.parts.policy.module.named_parameters():
                 parameter.copy_(tensors["model"][name])
-        self.optimizer.load_state_dict(restore_optimizer(tensors["optimizer"], records["optimizer"]))
+        self.optimizer.load_state_dict(restore_optimizer(tensors.get("optimizer", {}), records["optimizer"]))
         self.forecaster.load_state_dict({"tensors": tensors["forecaster"], "record": records["forecaster"]})
         torch.set_rng_state(tensors["random"]["torch"])
         self._next_batch = loop["next_batch"]

@@ -11,9 +11,9 @@ from torch import Tensor
 from farl.core.protocols import Transport
 from farl.core.types import DTYPES, PolicyStamp
 from farl.forecast import Forecaster, ForecastPlan
+from farl.runtime.config import LoopConfig
 from farl.runtime.pool import RolloutPool
 from farl.runtime.schedule import Dispatch, horizon_of, split_batch
-from farl.runtime.config import LoopConfig
 
 
 @dataclass
@@ -36,9 +36,7 @@ class Publisher:
         config: pipeline, rollout settings and seed.
     """
 
-    def __init__(
-        self, forecaster: Forecaster, transport: Transport, pool: RolloutPool, config: LoopConfig
-    ) -> None:
+    def __init__(self, forecaster: Forecaster, transport: Transport, pool: RolloutPool, config: LoopConfig) -> None:
         self._forecaster = forecaster
         self._transport = transport
         self._pool = pool

@@ -61,9 +61,7 @@ class JsonlWriter:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record; a full disk is reported once and counted."""
-        clean = {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()
-        }
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         try:
             self._file.write(json.dumps(clean) + "\n")
         except OSError as error:

@@ -61,7 +61,9 @@ def generate(dispatch: Dispatch, tools: RolloutTools, on_token: Callable[[], Non
         TaskError: for a prompt that cannot be completed within the model's context.
     """
     if tools.sampler.stamp != dispatch.stamp:
-        raise StateError(f"dispatch {dispatch.dispatch_id} names {dispatch.stamp}, the sampler holds {tools.sampler.stamp}")
+        raise StateError(
+            f"dispatch {dispatch.dispatch_id} names {dispatch.stamp}, the sampler holds {tools.sampler.stamp}"
+        )
     start_s = time.monotonic()
     config = tools.config
     problems = [tools.task.train_problem(i) for i in dispatch.group_ids]
@@ -69,18 +71,14 @@ def generate(dispatch: Dispatch, tools: RolloutTools, on_token: Callable[[], Non
         SampleRequest(prompt_ids=p.prompt_ids, num_members=config.members, seed=s)
         for p, s in zip(problems, dispatch.seeds, strict=True)
     ]
-    params = SamplingParams(
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p
-    )
+    params = SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p)
     completions = tools.sampler.sample(requests, params, on_token)
     groups = []
     for group_id, problem, members in zip(dispatch.group_ids, problems, completions, strict=True):
         groups.append(_score_group(group_id, problem, members, dispatch.stamp, tools))
         if on_token:
             on_token()
-    return Generated(
-        dispatch_id=dispatch.dispatch_id, groups=tuple(groups), start_s=start_s, end_s=time.monotonic()
-    )
+    return Generated(dispatch_id=dispatch.dispatch_id, groups=tuple(groups), start_s=start_s, end_s=time.monotonic())
 
 
 def _score_group(

@@ -41,9 +41,7 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optim
     """The optimizer over all parameters that require gradients."""
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
     if config.name == "sgd":
-        return torch.optim.SGD(
-            parameters, lr=config.lr, momentum=config.beta1, weight_decay=config.weight_decay
-        )
+        return torch.optim.SGD(parameters, lr=config.lr, momentum=config.beta1, weight_decay=config.weight_decay)
     return torch.optim.AdamW(
         parameters,
         lr=config.lr,
@@ -119,7 +117,7 @@ def update(
         before_BT = evaluate_logp(policy, batch, config)
         proximal_BT = before_BT if logp_proximal_BT is None else logp_proximal_BT
         context = corrector.prepare(loss_inputs(batch, before_BT, proximal_BT))
-    denominator = corrector.denominator(batch.mask_BT)
+    denominator = corrector.denominator(batch.mask_BT, context)
     outputs: list[LossOutput] = []
     logps: list[Tensor] = []
     loss_value = 0.0

@@ -1,0 +1,1 @@
+"""Policies and samplers over concrete model libraries. Each library is imported in exactly one module."""

@@ -1,0 +1,65 @@
+"""Two-digit addition for the tiny model: `12+34=` -> `46`. A tenth of all pairs is held out."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+
+from farl.core.types import Problem
+from farl.errors import ConfigError
+from farl.tasks.config import TaskConfig
+from farl.tasks.prompts import Prompts
+
+_LIMIT = 100
+_HELD_OUT_OF = 10
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether a pair belongs to the held-out tenth; a fixed property of the pair."""
+    return hashlib.blake2b(f"{a}+{b}".encode(), digest_size=2).digest()[0] % _HELD_OUT_OF == 0
+
+
+def _pairs(seed: str, *, held_out: bool) -> Iterator[tuple[int, int]]:
+    numbers = random.Random(seed)
+    while True:
+        a, b = numbers.randrange(_LIMIT), numbers.randrange(_LIMIT)
+        if is_held_out(a, b) == held_out:
+            yield a, b
+
+
+def warm_start_examples(seed: int = 0) -> Iterator[tuple[str, str]]:
+    """Endless question and answer pairs, none of them held out."""
+    for a, b in _pairs(f"warm start {seed}", held_out=False):
+        yield f"{a}+{b}=", str(a + b)
+
+
+class AdditionTask:
+    """Sums of two numbers below 100, for the tiny digit model; reward 1 for the exact sum."""
+
+    def __init__(self, config: TaskConfig, prompts: Prompts) -> None:
+        self._seed = config.seed
+        self._prompts = prompts
+        held_out = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT) if is_held_out(a, b)]
+        if config.num_eval > len(held_out):
+            raise ConfigError(f"task.num_eval={config.num_eval}: at most {len(held_out)} additions are held out")
+        chosen = random.Random(f"addition eval {config.seed}").sample(held_out, config.num_eval)
+        self._eval = [self._problem(a, b) for a, b in chosen]
+
+    def _problem(self, a: int, b: int) -> Problem:
+        question = f"{a}+{b}="
+        return Problem(
+            key=question, prompt_ids=self._prompts.encode(question), entry={"answer": str(a + b)}, text=question
+        )
+
+    def train_problem(self, index: int) -> Problem:
+        """A pair that is not held out."""
+        return self._problem(*next(_pairs(f"addition {self._seed} {index}", held_out=False)))
+
+    def eval_problems(self) -> Sequence[Problem]:
+        """Held-out pairs."""
+        return self._eval
+
+    def score(self, problem: Problem, completion: str) -> float:
+        """1 for the sum and nothing else."""
+        return float(completion.strip() == problem.entry["answer"])
