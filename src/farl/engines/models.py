@@ -22,6 +22,8 @@ class ModelConfig:
         heads: attention heads of "tiny-digits".
         warm_start_steps: supervised steps of "tiny-digits" before RL.
         warm_start_lr: their learning rate.
+        warm_start_noise: share of warm-start answers with one wrong digit, so that the model knows sums but does not
+            yet say them reliably.
         init_seed: of the initial weights of "tiny-digits".
     """
 
@@ -29,11 +31,12 @@ class ModelConfig:
     cache_dir: str = "~/.cache/farl"
     chat: bool = True
     system: str | None = None
-    hidden: int = 64
-    layers: int = 3
+    hidden: int = 96
+    layers: int = 2
     heads: int = 4
-    warm_start_steps: int = 800
+    warm_start_steps: int = 400
     warm_start_lr: float = 2e-3
+    warm_start_noise: float = 0.5
     init_seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,5 +47,7 @@ class ModelConfig:
                 raise ConfigError(f"model.{name}={getattr(self, name)}: must be 1 or more")
         if self.system and not self.chat:
             raise ConfigError(f"model.system={self.system!r}: there is no system prompt without chat=true")
+        if not 0 <= self.warm_start_noise < 1:
+            raise ConfigError(f"model.warm_start_noise={self.warm_start_noise}: must be in [0, 1)")
         if self.hidden % self.heads:
             raise ConfigError(f"model.hidden={self.hidden}: must be a multiple of model.heads={self.heads}")

