@@ -1,0 +1,76 @@
+"""Weight sequences with known displacements, and the slow twin of the multi-lag fit."""
+
+import numpy as np
+import torch
+
+from farl.forecast import ForecastConfig, init, observe, plan, record, stream
+
+
+def leaves_of(vector):
+    """Splits a vector into two leaves of different shapes."""
+    return [("a", vector[:4].reshape(2, 2)), ("b", vector[4:])]
+
+
+def polynomial_path(degree, length, *, size=9, seed=0):
+    """Weights whose displacement D[j] is a polynomial of the given degree in j, float64 [length + 1, size]."""
+    generator = torch.Generator().manual_seed(seed)
+    factors = torch.randn(degree + 1, size, generator=generator, dtype=torch.float64)
+    moves = [sum(factors[q] * (j / 4) ** q for q in range(degree + 1)) for j in range(1, length + 1)]
+    return torch.cat([torch.zeros(1, size, dtype=torch.float64), torch.stack(moves).cumsum(0)])
+
+
+def momentum_path(length, *, size=9, seed=0, beta=0.8):
+    """Weights that move with momentum and noise, as under Adam."""
+    generator = torch.Generator().manual_seed(seed)
+    velocity, weights = torch.zeros(size), [torch.zeros(size)]
+    for _ in range(length):
+        velocity = beta * velocity + torch.randn(size, generator=generator)
+        weights.append(weights[-1] + 0.1 * velocity)
+    return torch.stack(weights)
+
+
+def follow(path, config: ForecastConfig, *, ship_horizon=None):
+    """Observes a whole path; returns the state and the scores of everything shipped on the way."""
+    state = init(leaves_of(path[0].float()), config)
+    scored = []
+    for point in path[1:]:
+        if ship_horizon is not None:
+            state = record(state, plan(state, ship_horizon))
+        state, seen = observe(state, leaves_of(point.float()))
+        scored += seen.scored
+    return state, scored
+
+
+def dense(state, forecast):
+    return torch.cat([leaf for _, leaf in stream(state, forecast)])
+
+
+def slow_least_squares(path, *, horizon, lags, order, forgetting, window, ridge, consistency):
+    """The fit of the method, section 2, written with whole vectors and a null-space solve; float64."""
+    weights = path.double().numpy()
+    moves = {j: weights[j] - weights[j - 1] for j in range(1, len(weights))}
+    now = len(weights) - 1
+    rows, targets = [], []
+    for j in range(now, max(now - window, 0), -1):
+        if j - horizon + 1 - lags < 1:
+            break
+        scale = forgetting ** ((now - j) / 2)
+        rows.append(scale * np.stack([moves[j - horizon + 1 - k] for k in range(1, lags + 1)], axis=1))
+        targets.append(scale * (weights[j] - weights[j - horizon]))
+    nodes = 1.0 - np.arange(1, lags + 1)
+    constraints = np.stack([nodes**q for q in range(order)])
+    sums = np.array([sum(i**q for i in range(1, horizon + 1)) for q in range(order)], dtype=float)
+    pull = np.linalg.lstsq(constraints, sums, rcond=None)[0] if consistency != "off" else np.zeros(lags)
+    if not rows:
+        return pull
+    design, target = np.concatenate(rows), np.concatenate(targets)
+    rho = ridge * np.trace(design.T @ design) / lags
+    design = np.concatenate([design, np.sqrt(rho) * np.eye(lags)])
+    target = np.concatenate([target, np.sqrt(rho) * pull])
+    if consistency != "hard":
+        return np.linalg.lstsq(design, target, rcond=None)[0]
+    particular = np.linalg.lstsq(constraints, sums, rcond=None)[0]
+    free = np.linalg.svd(constraints)[2][order:].T
+    if free.shape[1] == 0:
+        return particular
+    return particular + free @ np.linalg.lstsq(design @ free, target - design @ particular, rcond=None)[0]

@@ -1,0 +1,186 @@
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import farl
+from farl.errors import ConfigError, StateError
+
+
+def make(seed=0, lr=1e-3, **settings):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return model, optimizer, farl.Forecaster(model.named_parameters(), optimizer, **settings)
+
+
+def train(model, optimizer, forecaster, steps, *, first=0, horizon=1, ship=True):
+    """Trains on a stream of batches that depends on the step alone; returns the error ratios."""
+    ratios = []
+    for step in range(first, first + steps):
+        if ship:
+            list(forecaster.weights(horizon=horizon))
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(32, 6, generator=generator)
+        loss = (model(x) - x[:, :3].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ratios += [s.error_ratio for s in forecaster.observe().scored]
+    return ratios
+
+
+def test_three_lines_in_a_training_loop_forecast_better_than_stale():
+    ratios = train(*make(), 60)
+    assert len(ratios) == 60
+    assert ratios[0] == 1.0, "nothing is known at version 0: stale"
+    assert sum(ratios[20:]) / 40 < 0.6
+
+
+@pytest.mark.parametrize("rule", ["copy", "least_squares", "auto"])
+def test_error_ratio_is_the_real_one(rule):
+    model, optimizer, forecaster = make(rule=rule)
+    train(model, optimizer, forecaster, 12)
+    forecast = {n: w.clone() for n, w in forecaster.weights()}
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    train(model, optimizer, forecaster, 1, first=12, ship=False)
+    after = {n: p.detach() for n, p in model.named_parameters()}
+    residual = sum(float((after[n] - forecast[n]).square().sum()) for n in forecast) ** 0.5
+    moved = sum(float((after[n] - before[n]).square().sum()) for n in forecast) ** 0.5
+    assert forecaster.last_observation.scored[-1].error_ratio == pytest.approx(residual / moved, rel=1e-4)
+
+
+def test_a_resumed_forecaster_continues_to_the_bit():
+    """Trap 6: history, Gram scalars and pending scores come back."""
+    settings = {"rule": "auto", "max_horizon": 3}
+    model, optimizer, forecaster = make(**settings)
+    train(model, optimizer, forecaster, 9, horizon=3)
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    moments = copy.deepcopy(optimizer.state_dict())
+    saved = forecaster.state_dict()
+    record = json.loads(json.dumps(saved["record"]))
+    expected = train(model, optimizer, forecaster, 9, first=9, horizon=3)
+    other, other_optimizer, resumed = make(seed=1, **settings)
+    with torch.no_grad():
+        for n, p in other.named_parameters():
+            p.copy_(weights[n])
+    other_optimizer.load_state_dict(moments)
+    resumed.load_state_dict({"tensors": saved["tensors"], "record": record})
+    assert resumed.version == 9
+    assert [p.base_version for p in resumed.state.pending] == [7, 8]
+    assert train(other, other_optimizer, resumed, 9, first=9, horizon=3) == expected
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_exact_round_trip_of_the_whole_trajectory():
+    def run(split):
+        model, optimizer, forecaster = make(rule="auto")
+        ratios = train(model, optimizer, forecaster, split)
+        if split < 14:
+            saved = {"tensors": forecaster.state_dict()["tensors"], "record": forecaster.state_dict()["record"]}
+            saved["record"] = json.loads(json.dumps(saved["record"]))
+            forecaster = farl.Forecaster(model.named_parameters(), optimizer, rule="auto")
+            forecaster.load_state_dict(saved)
+            ratios += train(model, optimizer, forecaster, 14 - split, first=split)
+        return ratios, [w.clone() for _, w in forecaster.weights()]
+
+    plain, interrupted = run(14), run(6)
+    assert plain[0] == interrupted[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], interrupted[1], strict=True))
+
+
+def test_a_state_of_other_weights_or_another_config_is_refused():
+    model, optimizer, forecaster = make(lags=3)
+    train(model, optimizer, forecaster, 4)
+    saved = forecaster.state_dict()
+    _, _, other = make(seed=1, lags=3)
+    with pytest.raises(StateError, match="load the model first"):
+        other.load_state_dict(saved)
+    shorter = farl.Forecaster(model.named_parameters(), optimizer, lags=2)
+    with pytest.raises(StateError, match="resume with the config it was saved with"):
+        shorter.load_state_dict(saved)
+
+
+def test_skipped_updates_make_no_version():
+    """Trap 7."""
+    model, optimizer, forecaster = make()
+    train(model, optimizer, forecaster, 3)
+    assert forecaster.observe(allow_skip=True) is None
+    assert forecaster.version == 3
+    with pytest.raises(StateError, match="made 0 steps since the last call, exactly 1"):
+        forecaster.observe()
+    optimizer.step()
+    optimizer.step()
+    with pytest.raises(StateError, match="made 2 steps"):
+        forecaster.observe()
+
+
+def test_tied_parameters_move_once_and_frozen_ones_cost_nothing():
+    """Trap 8."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    model[2].weight = model[0].weight
+    for p in model[3].parameters():
+        p.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    forecaster = farl.Forecaster(model.named_parameters(), optimizer, rule="copy")
+    assert list(forecaster.state.history) == ["0.weight"]
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        forecaster.observe()
+    sent = dict(forecaster.weights())
+    assert list(sent) == [n for n, _ in model.named_parameters()]
+    assert torch.equal(sent["3.weight"], model[3].weight)
+    assert not torch.equal(sent["0.weight"], model[0].weight)
+
+
+def test_the_wire_dtype_is_the_last_cast():
+    model, optimizer, forecaster = make(rule="copy")
+    train(model, optimizer, forecaster, 3)
+    plan = forecaster.plan()
+    full = dict(forecaster.weights(plan=plan))
+    for name, half in forecaster.weights(plan=plan, dtype=torch.bfloat16):
+        assert torch.equal(half, full[name].bfloat16())
+
+
+def test_presented_weights_leave_the_learner_untouched_to_the_bit():
+    """Trap 4: other weights are seen inside the block, the exact ones after, whatever happens."""
+    model, optimizer, forecaster = make()
+    train(model, optimizer, forecaster, 5)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    versions = {n: p.data_ptr() for n, p in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="inside"), forecaster.presented(forecaster.past_weights(2)):
+        assert not torch.equal(model[0].weight, before["0.weight"])
+        raise RuntimeError("inside")
+    for n, p in model.named_parameters():
+        assert torch.equal(p, before[n])
+        assert p.data_ptr() == versions[n]
+
+
+def test_half_precision_masters_are_warned_about():
+    model = nn.Linear(3, 3).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="pass the fp32 master weights"):
+        farl.Forecaster(model.named_parameters(), optimizer)
+
+
+def test_wrong_arguments_are_named():
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'lag'"):
+        farl.Forecaster(model.named_parameters(), optimizer, lag=3)
+    with pytest.raises(ConfigError, match="give config or keywords, not both"):
+        farl.Forecaster(model.named_parameters(), optimizer, config=farl.ForecastConfig(), lags=3)
+    with pytest.raises(ConfigError, match="owns none of the named parameters"):
+        farl.Forecaster(nn.Linear(2, 2).named_parameters(), optimizer)
+
+
+def test_holds_are_counted_by_reason():
+    _, _, forecaster = make(rule="copy")
+    list(forecaster.weights())
+    assert forecaster.num_holds == {"no displacement observed yet": 1}
+    assert forecaster.last_plan.held
