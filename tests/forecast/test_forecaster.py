@@ -153,9 +153,14 @@ def test_presented_weights_leave_the_learner_untouched_to_the_bit():
     train(model, optimizer, forecaster, 5)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     versions = {n: p.data_ptr() for n, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="inside"), forecaster.presented(forecaster.past_weights(2)):
-        assert not torch.equal(model[0].weight, before["0.weight"])
-        raise RuntimeError("inside")
+
+    def fail_inside():
+        with forecaster.presented(forecaster.past_weights(2)):
+            assert not torch.equal(model[0].weight, before["0.weight"])
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail_inside()
     for n, p in model.named_parameters():
         assert torch.equal(p, before[n])
         assert p.data_ptr() == versions[n]

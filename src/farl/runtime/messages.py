@@ -96,7 +96,10 @@ class Channel:
             return None
         body = bytes(self._pending[_LENGTH.size : end])
         del self._pending[:end]
-        message = json.loads(body)
+        try:
+            message = json.loads(body)
+        except ValueError as error:
+            raise WireError(f"message {body[:80]!r}: not JSON") from error
         if not isinstance(message, dict) or "type" not in message:
             raise WireError(f"message {body[:80]!r}: not an object with a type")
         return message
