@@ -62,13 +62,18 @@ def table(rows: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="after --: settings of all runs",
+    )
     parser.add_argument("recipe")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 0 .. N-1")
     parser.add_argument("--vary", action="append", default=[], help="section.setting=a,b,c; several are crossed")
     parser.add_argument("--name", help="of the record file; the recipe's name by default")
-    parser.add_argument("overrides", nargs="*", help="after --: settings of all runs")
-    arguments = parser.parse_args()
+    given = sys.argv[1:]
+    split = given.index("--") if "--" in given else len(given)
+    arguments, overrides = parser.parse_args(given[:split]), given[split + 1 :]
     axes = [(key, values.split(",")) for key, _, values in (item.partition("=") for item in arguments.vary)]
     rows: list[dict] = []
     record = RESULTS / f"{arguments.name or arguments.recipe}.json"
@@ -78,7 +83,7 @@ def main() -> None:
         label = ", ".join(f"{key}={value}" for (key, _), value in zip(axes, choice, strict=True)) or arguments.recipe
         for seed in range(arguments.seeds):
             with tempfile.TemporaryDirectory() as folder:
-                row = run_once(arguments.recipe, [*arguments.overrides, *varied], seed, Path(folder) / "run")
+                row = run_once(arguments.recipe, [*overrides, *varied], seed, Path(folder) / "run")
             rows.append({"label": label} | row)
             print(f"{label} seed {seed}: {row['accuracy_before']} -> {row['accuracy_after']}", file=sys.stderr)
             command = "python benchmarks/compare.py " + " ".join(sys.argv[1:])

@@ -70,7 +70,7 @@ def _run(
     if show:
         total = config.learner.num_batches * config.pipeline.updates_per_batch
         listeners.append(ConsoleListener(total, title=f"farl train {config.name}"))
-    parts = None
+    parts = trainer = None
     try:
         parts, save_final_model = build_parts(config, folder, listeners)
         trainer = Trainer(config, parts, config_hash=config_hash(config), stop=stop)
@@ -83,6 +83,8 @@ def _run(
         if summary.finished and config.record.save_model:
             save_final_model(folder / "model")
     finally:
+        if trainer is not None:
+            trainer.close()
         if parts is not None:
             parts.pool.close()
             parts.transport.close()

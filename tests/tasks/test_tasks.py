@@ -100,6 +100,15 @@ def test_scorers(tmp_path, scorer, answer, good, bad):
     assert task.score(task.train_problem(0), bad) == 0.0
 
 
+def test_partial_credit_of_additions():
+    task = make_task(TaskConfig(name="addition", options={"partial_credit": True}), Letters())
+    problem = task.train_problem(0)
+    answer = problem.entry["answer"]
+    assert task.score(problem, answer) == 1.0
+    assert task.score(problem, answer[:2] + ("1" if answer[2] != "1" else "2")) == pytest.approx(2 / 3)
+    assert task.score(problem, answer[:2]) == 0.0
+
+
 def test_a_task_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "my_farl_task.py").write_text(
         "from farl.tasks.addition import AdditionTask\nfrom farl.tasks.prompts import Prompts\n"
@@ -127,6 +136,7 @@ def test_a_task_of_ones_own(tmp_path, monkeypatch):
         ({"name": "jsonl"}, TaskError, "task.path='': no such file"),
         ({"name": "jsonl", "path": "/no/such.jsonl"}, TaskError, "task.path='/no/such.jsonl': no such file"),
         ({"name": "addition", "num_eval": 5000}, ConfigError, "at most"),
+        ({"name": "addition", "options": {"partial": True}}, ConfigError, "addition knows partial_credit only"),
         ({"dataset": "no_such_dataset"}, ConfigError, "task.dataset='no_such_dataset'.*reasoning-gym refuses"),
         ({"options": {"min_terms": 5, "max_terms": 2}}, ConfigError, "reasoning-gym refuses"),
     ],

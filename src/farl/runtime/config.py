@@ -64,7 +64,7 @@ class AsyncConfig:
         threads: torch threads of the learner and of each worker.
         wire_dtype: dtype of weights on the wire; bfloat16 halves the bytes and adds a KL floor of its own.
         wire_folder: where published weights go; "" takes /dev/shm, or the folder for temporary files.
-        heartbeat_timeout_s: silence after which a worker counts as hung.
+        heartbeat_timeout_s: silence after which a worker that has started counts as hung.
         progress_timeout_s: time without a new token or reward after which a busy worker counts as hung.
         startup_timeout_s: time a worker may take to load its model.
         max_restarts: worker restarts in one run before it gives up.

@@ -229,7 +229,7 @@ class LocalPool:
             status = worker.process.poll()
             if status is not None:
                 self._replace(worker, f"exited with status {status}")
-            elif now - worker.seen_s > limits.heartbeat_timeout_s:
+            elif worker.ready and now - worker.seen_s > limits.heartbeat_timeout_s:
                 self._replace(worker, f"was silent for {now - worker.seen_s:.1f} s")
             elif not worker.ready and now - worker.started_s > limits.startup_timeout_s:
                 self._replace(worker, f"was not ready after {limits.startup_timeout_s:.0f} s")

@@ -129,6 +129,10 @@ class Trainer:
             elapsed_s=self._elapsed_s,
         )
 
+    def close(self) -> None:
+        """Closes the trainer's own files; parts and listeners belong to the caller."""
+        self._samples.close()
+
     def _dispatch_ahead(self) -> None:
         last = min(self._next_batch + self.config.pipeline.depth, self.config.learner.num_batches - 1)
         while self.publisher.next_batch <= last:

@@ -48,9 +48,16 @@ def warm_start_examples(noise: float, seed: int = 0) -> Iterator[tuple[str, str]
 
 
 class AdditionTask:
-    """Sums of two numbers below 100, for the tiny digit model; reward 1 for the exact sum."""
+    """Sums of two numbers below 100, for the tiny digit model; reward 1 for the exact sum.
+
+    The option `partial_credit = true` rewards the share of right digits instead.
+    """
 
     def __init__(self, config: TaskConfig, prompts: Prompts) -> None:
+        options = dict(config.options)
+        self._partial = bool(options.pop("partial_credit", False))
+        if options:
+            raise ConfigError(f"task.options={options}: addition knows partial_credit only")
         self._seed = config.seed
         self._prompts = prompts
         held_out = [(a, b) for a in range(_LIMIT) for b in range(_LIMIT) if is_held_out(a, b)]
@@ -74,5 +81,8 @@ class AdditionTask:
         return self._eval
 
     def score(self, problem: Problem, completion: str) -> float:
-        """1 for the sum and nothing else."""
-        return float(completion.strip() == problem.entry["answer"])
+        """1 for the sum and nothing else, or the share of right digits."""
+        answer, given = problem.entry["answer"], completion.strip()
+        if self._partial and len(given) == len(answer):
+            return sum(a == b for a, b in zip(given, answer, strict=True)) / len(answer)
+        return float(given == answer)
