@@ -129,7 +129,7 @@ def apply_overrides(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 
     Raises:
         ConfigError: if the result cannot work.
-        SystemExit: with status 2 for arguments that are not settings, after saying so.
+        SystemExit: with status 2 for arguments that are not settings or cannot work, after saying so.
     """
     import tyro
 

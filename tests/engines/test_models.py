@@ -18,7 +18,9 @@ def pairs(noise):
 
 
 def tiny_config(tmp_path, **settings):
-    return ModelConfig(source="tiny-digits", cache_dir=str(tmp_path), warm_start_steps=3, hidden=16, layers=1, **settings)
+    return ModelConfig(
+        source="tiny-digits", cache_dir=str(tmp_path), warm_start_steps=3, hidden=16, layers=1, **settings
+    )
 
 
 def test_a_made_model_is_made_once_and_loads_like_a_folder(tmp_path):

@@ -43,7 +43,9 @@ def sampled_batch(model):
         Group(
             group_id=i, prompt_ids=request.prompt_ids,
             rollouts=tuple(
-                Rollout(ids=c.ids, logp_behaviour=c.logp_behaviour, finished=c.finished, reward=0.0, text="", stamp=STAMP)
+                Rollout(
+                    ids=c.ids, logp_behaviour=c.logp_behaviour, finished=c.finished, reward=0.0, text="", stamp=STAMP
+                )
                 for c in members
             ),
         )

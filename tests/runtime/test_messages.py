@@ -11,7 +11,8 @@ from farl.errors import WireError
 from farl.runtime.messages import Channel
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12,
 )  # fmt: skip
 
@@ -41,10 +42,12 @@ def test_messages_arrive_as_they_were_sent(value):
 
 def test_large_messages_and_order_from_several_threads(ends):
     here, there = ends
-    threads = [
-        threading.Thread(target=lambda i=i: [here.send({"type": "t", "who": i, "n": n, "pad": "x" * 50_000}) for n in range(5)])
-        for i in range(3)
-    ]  # fmt: skip
+
+    def talk(who):
+        for n in range(5):
+            here.send({"type": "t", "who": who, "n": n, "pad": "x" * 50_000})
+
+    threads = [threading.Thread(target=talk, args=(i,)) for i in range(3)]
     for thread in threads:
         thread.start()
     got = [there.recv(5.0) for _ in range(15)]
@@ -74,7 +77,9 @@ def test_what_is_not_json_is_refused_by_the_sender(ends, value):
         here.send({"type": "x", "value": value})
 
 
-@pytest.mark.parametrize("raw", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x02\x00\x00\x00{}", b"\x02\x00\x00\x00{{"])
+@pytest.mark.parametrize(
+    "raw", [b"\xff\xff\xff\xff", b"\x02\x00\x00\x00[]", b"\x02\x00\x00\x00{}", b"\x02\x00\x00\x00{{"]
+)
 def test_bytes_that_are_no_message_are_refused(raw):
     here, fd = Channel.pair()
     os.write(fd, raw)

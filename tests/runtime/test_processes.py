@@ -169,7 +169,10 @@ def test_ctrl_c_and_sigterm_checkpoint_exit_cleanly_and_resume(command, tmp_path
     assert process.wait(timeout=60) == 0, log.read_text()
     assert "stopping after this batch" in log.read_text()
     assert not workers_left(folder)
-    assert subprocess.run([*program, "--resume", str(folder)], timeout=120, check=False, capture_output=True).returncode == 0
+    assert (
+        subprocess.run([*program, "--resume", str(folder)], timeout=120, check=False, capture_output=True).returncode
+        == 0
+    )
     assert_same_trajectory(folder, inline)
 
 

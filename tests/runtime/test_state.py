@@ -59,7 +59,9 @@ def test_a_full_disk_leaves_earlier_checkpoints_intact(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(module, "_write_text", full)
-        with pytest.raises(CheckpointError, match=r"No space left on device; earlier checkpoints are intact. Free some"):
+        with pytest.raises(
+            CheckpointError, match=r"No space left on device; earlier checkpoints are intact. Free some"
+        ):
             store.save(2, TENSORS, RECORDS)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001"]
     assert store.load(1)[1] == RECORDS

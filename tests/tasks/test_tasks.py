@@ -28,7 +28,9 @@ def config(request, tmp_path):
         "addition": TaskConfig(name="addition", num_eval=20),
         "jsonl": TaskConfig(name="jsonl", path=str(path), num_eval=10, scorer="number"),
         "reasoning_gym": TaskConfig(
-            name="reasoning_gym", num_eval=12, options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+            name="reasoning_gym",
+            num_eval=12,
+            options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
         ),
     }
     return made[request.param]
@@ -59,7 +61,8 @@ def test_every_task_is_covered():
 
 def test_seeds_give_other_problems():
     streams = [
-        [make_task(TaskConfig(name="addition", seed=s), Letters()).train_problem(i).key for i in range(5)] for s in (0, 1)
+        [make_task(TaskConfig(name="addition", seed=s), Letters()).train_problem(i).key for i in range(5)]
+        for s in (0, 1)
     ]
     assert streams[0] != streams[1]
 

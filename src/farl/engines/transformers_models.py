@@ -212,7 +212,10 @@ def _make_tiny(config: ModelConfig, examples: Callable[[float], Iterator[tuple[s
                 pad_token_id=tokenizer.pad_token_id,
             )
         )
-    encoded = ((tokenizer.encode(q), [*tokenizer.encode(a), tokenizer.eos_token_id]) for q, a in examples(config.warm_start_noise))
+    encoded = (
+        (tokenizer.encode(q), [*tokenizer.encode(a), tokenizer.eos_token_id])
+        for q, a in examples(config.warm_start_noise)
+    )
     warm_start(module, encoded, num_steps=config.warm_start_steps, lr=config.warm_start_lr)
     _save(module, tokenizer, folder)
 

@@ -130,7 +130,8 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Closes the trainer's own files; parts and listeners belong to the caller."""
+        """Closes the trainer's own thread and files; parts and listeners belong to the caller."""
+        self.publisher.close()
         self._samples.close()
 
     def _dispatch_ahead(self) -> None:
@@ -148,6 +149,7 @@ class Trainer:
             groups = self.buffer.take(self._next_batch)
             if groups is not None:
                 return groups
+            self.publisher.raise_failed()
             for generated in self.parts.pool.collect(_COLLECT_S):
                 if not self.publisher.finish(generated.dispatch_id):
                     log.warning("dispatch %d arrived again and was dropped", generated.dispatch_id)
@@ -213,6 +215,7 @@ class Trainer:
         self.skips.note(result.stepped)
         scored: dict[str, Any] = {}
         if result.stepped:
+            self.publisher.settle()
             observation = self.forecaster.observe()
             assert observation is not None
             scored["forecast/displacement_norm"] = observation.displacement

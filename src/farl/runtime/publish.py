@@ -1,14 +1,19 @@
-"""From learner versions to published policies: plan, stream, send, and keep until nobody needs them."""
+"""From learner versions to published policies: plan, stream, send, and keep until nobody needs them.
+
+With worker processes the stream is made by a thread beside the next forward and backward pass: a forecast reads the
+forecaster's own copies, which only `observe` changes, so `settle` before `observe` is all the care it needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from farl.core.protocols import Transport
+from farl.core.protocols import NamedTensors, Transport
 from farl.core.types import DTYPES, PolicyStamp
 from farl.forecast import Forecaster, ForecastPlan
 from farl.runtime.config import LoopConfig
@@ -45,6 +50,25 @@ class Publisher:
         self._batch_damping: dict[int, float] = {}
         self.next_batch = 0
         self._next_dispatch_id = 0
+        beside = config.pipeline.launch == "local"
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="farl-publish") if beside else None
+        self._sending: Future[None] | None = None
+
+    def settle(self) -> None:
+        """Waits until the last publication is out, and raises what went wrong with it."""
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.result()
+
+    def raise_failed(self) -> None:
+        """Raises what went wrong with the last publication, if it is already known; does not wait."""
+        if self._sending is not None and self._sending.done():
+            self.settle()
+
+    def close(self) -> None:
+        """Ends the thread; idempotent."""
+        if self._thread is not None:
+            self._thread.shutdown()
 
     def dispatch_next(self) -> ForecastPlan:
         """Publishes the policy of the next batch and submits its dispatches.
@@ -57,7 +81,6 @@ class Publisher:
         wire_dtype = self._config.pipeline.wire_dtype
         stamp = plan.stamp(wire_dtype)
         leaves = self._forecaster.weights(plan=plan, dtype=DTYPES[wire_dtype])
-        descriptor = self._transport.send(batch, stamp, leaves)
         dispatches = split_batch(
             batch=batch,
             first_dispatch_id=self._next_dispatch_id,
@@ -67,18 +90,29 @@ class Publisher:
             publication=batch,
             stamp=stamp,
         )
-        self._open[batch] = Publication(
+        damping = plan.damping if plan.moves else 0.0
+        self._batch_damping[batch] = damping
+        self.next_batch += 1
+        self._next_dispatch_id += len(dispatches)
+        self.settle()
+        if self._thread is None:
+            self._send(batch, stamp, damping, leaves, dispatches)
+        else:
+            self._sending = self._thread.submit(self._send, batch, stamp, damping, leaves, dispatches)
+        return plan
+
+    def _send(
+        self, number: int, stamp: PolicyStamp, damping: float, leaves: NamedTensors, dispatches: list[Dispatch]
+    ) -> None:
+        descriptor = self._transport.send(number, stamp, leaves)
+        self._open[number] = Publication(
             stamp=stamp,
-            damping=plan.damping if plan.moves else 0.0,
+            damping=damping,
             descriptor=descriptor,
             dispatches={d.dispatch_id: d for d in dispatches},
         )
-        self._batch_damping[batch] = self._open[batch].damping
-        self.next_batch += 1
-        self._next_dispatch_id += len(dispatches)
         for dispatch in dispatches:
             self._pool.submit(dispatch, descriptor)
-        return plan
 
     def finish(self, dispatch_id: int) -> bool:
         """Notes a finished dispatch; the weights are released with the last one of their publication.
@@ -104,6 +138,7 @@ class Publisher:
         Returns:
             Tensors by publication and leaf, and a JSON record.
         """
+        self.settle()
         tensors: dict[str, dict[str, Tensor]] = {}
         for number, publication in self._open.items():
             _, leaves = self._transport.receive(publication.descriptor)
@@ -132,13 +167,6 @@ class Publisher:
             number, stamp = int(key), PolicyStamp.from_json(data["stamp"])
             saved = tensors[f"publication_{number}"]
             order = [name for name, _ in self._forecaster.past_weights(0)]
-            descriptor = self._transport.send(number, stamp, ((name, saved[name]) for name in order))
+            leaves = ((name, saved[name]) for name in order)
             dispatches = [Dispatch.from_json(d) for d in data["dispatches"]]
-            self._open[number] = Publication(
-                stamp=stamp,
-                damping=data["damping"],
-                descriptor=descriptor,
-                dispatches={d.dispatch_id: d for d in dispatches},
-            )
-            for dispatch in dispatches:
-                self._pool.submit(dispatch, descriptor)
+            self._send(number, stamp, data["damping"], leaves, dispatches)

@@ -93,10 +93,5 @@ def _without(intervals: Sequence[Interval], holes: Sequence[Interval]) -> list[I
     """The union of intervals, less the holes."""
     rest = merged(intervals)
     for low, high in holes:
-        rest = [
-            (a, b)
-            for start, end in rest
-            for a, b in ((start, min(end, low)), (max(start, high), end))
-            if a < b
-        ]
+        rest = [(a, b) for start, end in rest for a, b in ((start, min(end, low)), (max(start, high), end)) if a < b]
     return rest

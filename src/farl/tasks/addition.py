@@ -82,7 +82,7 @@ class AdditionTask:
 
     def score(self, problem: Problem, completion: str) -> float:
         """1 for the sum and nothing else, or the share of right digits."""
-        answer, given = problem.entry["answer"], completion.strip()
+        answer, given = str(problem.entry["answer"]), completion.strip()
         if self._partial and len(given) == len(answer):
             return sum(a == b for a, b in zip(given, answer, strict=True)) / len(answer)
         return float(given == answer)

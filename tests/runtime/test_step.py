@@ -1,0 +1,125 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from farl.core.types import PolicyStamp
+from farl.correct import CorrectorConfig, make_corrector
+from farl.engines.transformers_engine import CausalPolicy
+from farl.errors import FarlError
+from farl.forecast import Forecaster
+from farl.runtime.config import LearnerConfig, LoopConfig, OptimizerConfig
+from farl.runtime.step import SkipCounter, make_optimizer, probe_groups, stale_probe, update
+
+from ..engines.tiny import sampled_batch, tiny_model
+
+
+def make(config):
+    model = tiny_model()
+    batch = sampled_batch(model)
+    with torch.no_grad():  # the learner has moved since the batch was drawn
+        for p in model.parameters():
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    policy = CausalPolicy(model)
+    batch = replace(batch, advantage_BT=torch.linspace(-1, 1, 11)[:, None] * batch.mask_BT)
+    return policy, make_optimizer(policy, config.optimizer), batch
+
+
+@pytest.mark.parametrize(
+    "options", [{"name": "none"}, {"name": "ppo"}, {"name": "decoupled_ppo", "denominator": "kept"}]
+)
+def test_micro_batches_make_the_same_step(options):
+    results = []
+    for micro in (None, 1, 2):
+        config = LoopConfig(
+            learner=LearnerConfig(micro_groups=micro), corrector=CorrectorConfig(**options),
+            optimizer=OptimizerConfig(name="sgd", lr=0.1, beta1=0.0),
+        )  # fmt: skip
+        policy, optimizer, batch = make(config)
+        made = update(
+            policy, optimizer, make_corrector(config.corrector), batch,
+            logp_proximal_BT=batch.logp_behaviour_BT, config=config, lr=0.1,
+        )  # fmt: skip
+        results.append((made.metrics, torch.cat([p.detach().flatten() for p in policy.module.parameters()])))
+    for metrics, weights in results[1:]:
+        assert torch.allclose(weights, results[0][1], atol=1e-6)
+        for name in ("loss/value", "policy/kl_nats", "correct/clip_fraction", "optim/grad_norm"):
+            assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-7)
+
+
+def test_the_gradient_is_clipped_to_its_norm():
+    config = LoopConfig(optimizer=OptimizerConfig(name="sgd", lr=1.0, beta1=0.0, max_grad_norm=0.01))
+    policy, optimizer, batch = make(config)
+    before = torch.cat([p.detach().flatten().clone() for p in policy.module.parameters()])
+    made = update(
+        policy, optimizer, make_corrector(config.corrector), batch, logp_proximal_BT=None, config=config, lr=1.0
+    )
+    after = torch.cat([p.detach().flatten() for p in policy.module.parameters()])
+    assert made.metrics["optim/grad_norm"] > 0.01, "the norm before clipping is reported"
+    assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_that_are_not_finite_leave_everything_alone(bad):
+    config = LoopConfig()
+    policy, optimizer, batch = make(config)
+    before = [p.detach().clone() for p in policy.module.parameters()]
+    advantage = batch.advantage_BT.clone()
+    advantage[0, 0] = bad
+    made = update(
+        policy, optimizer, make_corrector(config.corrector), replace(batch, advantage_BT=advantage),
+        logp_proximal_BT=None, config=config, lr=0.1,
+    )  # fmt: skip
+    assert not made.stepped
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_the_stale_probe_measures_the_weights_of_dispatch_time():
+    """Method 3b: KL and ESS as they would have been without the forecast."""
+    model = tiny_model()
+    policy = CausalPolicy(model)
+    config = LoopConfig(learner=LearnerConfig(probe_fraction=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    forecaster = Forecaster(model.named_parameters(), optimizer, rule="copy")
+    batch = sampled_batch(model)
+    stale = policy.logp(batch, temperature=1.0).detach()
+
+    def step():
+        optimizer.zero_grad()
+        (policy.logp(batch, temperature=1.0) * batch.mask_BT).sum().neg().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        forecaster.observe()
+
+    step()
+    learner = policy.logp(batch, temperature=1.0).detach()
+    batch = replace(batch, logp_behaviour_BT=learner)  # as if a perfect forecast had drawn it
+    stamp = PolicyStamp(base_version=0, target_version=1, rule="copy", coefficients=(1.0,))
+    measured = stale_probe(policy, forecaster, batch, learner, stamp, 1.0, config)
+    mask, ratio = batch.mask_BT, learner - stale
+    assert measured["policy/kl_probe_nats"] == 0.0
+    expected = (torch.expm1(ratio) - ratio)[mask].mean()
+    assert measured["policy/kl_stale_nats"] == pytest.approx(float(expected), rel=1e-3)
+    assert measured["policy/ess_probe_fraction"] == pytest.approx(1.0)
+    assert 0 < measured["policy/ess_stale_fraction"] < 1
+    assert forecaster.state.evidence.num_probes == 1
+    off = LoopConfig(learner=LearnerConfig(probe_fraction=0.0))
+    assert stale_probe(policy, forecaster, batch, learner, stamp, 1.0, off) == {}
+
+
+def test_probes_visit_every_group_in_turn():
+    seen = {g for version in range(8) for g in range(*probe_groups(8, 0.125, version))}
+    assert seen == set(range(8))
+    assert probe_groups(4, 0.01, 0) == (0, 1), "at least one"
+    assert probe_groups(4, 1.0, 3) == (0, 4)
+
+
+def test_skips_in_a_row_end_the_run_and_single_ones_do_not():
+    skips = SkipCounter(2)
+    for stepped in (False, False, True, False, False):
+        skips.note(stepped)
+    assert skips.total == 4
+    with pytest.raises(FarlError, match="lower optimizer.lr"):
+        skips.note(False)

@@ -1,0 +1,69 @@
+"""The documents say what is there."""
+
+import json
+import re
+from pathlib import Path
+
+from .runtime.runs import make_config, run
+
+ROOT = Path(__file__).parents[1]
+
+
+def documented():
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    return set(re.findall(r"^\| `([^`]+)`", text, flags=re.MULTILINE))
+
+
+def plain(name):
+    return re.sub(r"_lag_\d+$", "_lag_K", name)
+
+
+def test_every_metric_is_documented_and_every_documented_metric_exists(cache, tmp_path):
+    seen = set()
+    for i, changes in enumerate((
+        {"pipeline.lag": 2, "forecast.rule": "copy"},
+        {"pipeline.lag": 4, "pipeline.updates_per_batch": 4, "corrector": {"name": "decoupled_ppo"}},
+    )):  # fmt: skip
+        run(make_config(cache, changes), tmp_path / str(i))
+        for line in (tmp_path / str(i) / "metrics.jsonl").read_text().splitlines():
+            seen |= {plain(k) for k in json.loads(line)}
+    missing = seen - documented()
+    assert not missing, f"docs/metrics.md lacks {sorted(missing)}"
+    by_lag = {"policy/kl_nats_lag_K", "correct/clip_fraction_lag_K"}  # batches of one lag do not split by lag
+    assert documented() - seen - by_lag == set()
+
+
+def test_links_between_documents_lead_somewhere():
+    for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text()):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_every_module_named_in_the_readme_exists():
+    text = (ROOT / "README.md").read_text()
+    for name in re.findall(r"`((?:src|tests|docs|benchmarks)/[\w/.-]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_three_lines_of_the_readme_run(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "Forecaster" in b)
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sent = []
+
+    def batches():
+        for _ in range(4):
+            yield torch.randn(3, 4)
+
+    names = {
+        "model": model, "optimizer": optimizer, "torch": torch, "batches": batches(),
+        "compute_loss": lambda model, batch: model(batch).square().mean(),
+        "send": lambda name, w: sent.append((name, w.dtype)),
+    }  # fmt: skip
+    exec(block, names)
+    assert len(sent) == 8
+    assert {dtype for _, dtype in sent} == {torch.bfloat16}
