@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from farl.correct.base import Corrector, Need, SurrogateFunction, TreatmentFunction
@@ -97,13 +97,15 @@ def dapo(
     horizon: int | None = None,
 ) -> Corrector:
     """DAPO's clip-higher: PPO clip with a wider upper bound and a token mean."""
-    return Corrector(
-        name="dapo",
-        needs=_anchor_needs(anchor),
-        surrogate=_clipped(anchor, clip_low, clip_high, dual_clip),
+    clipping = ppo(
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        anchor=anchor,
         reduction=reduction,
         horizon=horizon,
     )
+    return replace(clipping, name="dapo")
 
 
 def decoupled_ppo(
