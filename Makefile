@@ -1,5 +1,5 @@
 # `make train` and `make test` set everything up by themselves; they need Python 3.11 and git only.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 RECIPE ?= smollm2-arithmetic

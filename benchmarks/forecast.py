@@ -2,9 +2,9 @@
 
     python benchmarks/forecast.py --parameters 30e6 --lags 2 4 --threads 1
 
-`copy` moves one fp32 set of weights (read N words, write N words). `observe` must read theta[t], theta[t-1] and C
-displacements and write theta[t] and one displacement, `(C + 4) N` words; `stream` reads theta[t] and K displacements and
-writes the result, `(K + 2) N`. A copy is `2 N`, so the floors are `(C + 4) / 2` and `(K + 2) / 2` copies.
+`copy` moves one fp32 set of weights (reads N words, writes N). `observe` must read theta[t], theta[t-1] and C
+displacements and write theta[t] and one displacement, `(C + 4) N` words; `stream` reads theta[t] and K displacements
+and writes the result, `(K + 2) N`. A copy is `2 N`, so the floors are `(C + 4) / 2` and `(K + 2) / 2` copies.
 """
 
 from __future__ import annotations
