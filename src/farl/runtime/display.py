@@ -36,7 +36,9 @@ def _number(metrics: Metrics, key: str, style: str) -> str:
 
 def _columns(metrics: Metrics) -> list[str]:
     rule = str(metrics["forecast/rule"])
-    held = "held" if metrics["forecast/damping"] == 0 else f"{rule} x{metrics['forecast/damping']:.2f}"
+    forecast = f"{rule} x{metrics['forecast/damping']:.2f}"
+    if metrics["forecast/damping"] == 0:
+        forecast = "held" if metrics.get("forecast/horizon_versions") else "exact"
     return [
         str(metrics["update"]),
         _number(metrics, "reward/mean", ".3f"),
@@ -46,7 +48,7 @@ def _columns(metrics: Metrics) -> list[str]:
         _number(metrics, "policy/kl_stale_nats", ".2e"),
         _number(metrics, "policy/ess_probe_fraction", ".3f"),
         _number(metrics, "policy/ess_stale_fraction", ".3f"),
-        held,
+        forecast,
         _number(metrics, "time/train_s", ".2f"),
         _number(metrics, "time/wait_s", ".2f"),
     ]
