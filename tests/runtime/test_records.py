@@ -96,4 +96,4 @@ def test_the_summary_is_printed():
 
 
 def test_sparkline():
-    assert sparkline([0.0, 0.5, 1.0, 2.0, -1.0]) == " ▄██ "
+    assert sparkline([0.0, 0.3, 1.0, 2.0, -1.0]) == "▁▃██▁"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -17,14 +18,14 @@ from rich.text import Text
 from farl.runtime.records import Metrics
 from farl.runtime.summary import Summary
 
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS = "▁▂▃▄▅▆▇█"
 _ROWS = 12
 
 
 def sparkline(values: list[float], *, low: float = 0.0, high: float = 1.0) -> str:
     """One character for each value between `low` and `high`."""
     span = (high - low) or 1.0
-    return "".join(_BARS[min(max(round((v - low) / span * 8), 0), 8)] for v in values)
+    return "".join(_BARS[min(max(round((v - low) / span * 7), 0), 7)] for v in values)
 
 
 def _number(metrics: Metrics, key: str, style: str) -> str:
@@ -57,6 +58,13 @@ def _columns(metrics: Metrics) -> list[str]:
 _HEADS = (
     "update", "reward", "lag", "error e", "KL", "KL stale", "ESS", "ESS stale", "forecast", "train s", "wait s",
 )  # fmt: skip
+_WIDTHS = (6, 6, 5, 7, 8, 8, 6, 9, 24, 7, 6)
+_PLAIN_WIDTH = 100
+"""Columns of the summary where no terminal tells its width."""
+
+
+def _padded(cells: Sequence[str]) -> str:
+    return "  ".join(cell.rjust(width) for cell, width in zip(cells, _WIDTHS, strict=True))
 
 
 class ConsoleListener:
@@ -85,7 +93,7 @@ class ConsoleListener:
             self._live = Live(self._render(), console=self._console, refresh_per_second=4)
             self._live.start()
         else:
-            self._line("  ".join(_HEADS))
+            self._line(_padded(_HEADS))
 
     def on_update(self, metrics: Metrics) -> None:
         """Adds a row."""
@@ -93,7 +101,7 @@ class ConsoleListener:
         self._rewards.append(float(metrics["reward/mean"]))
         self._progress.update(self._bar, completed=int(metrics["update"]))
         if self._live is None:
-            self._line("  ".join(self._rows[-1]))
+            self._line(_padded(self._rows[-1]))
         else:
             self._live.update(self._render())
 
@@ -133,6 +141,8 @@ class ConsoleListener:
 def print_summary(summary: Summary, *, folder: str, console: Console | None = None) -> None:
     """Prints the figures a run ends with to stdout."""
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _PLAIN_WIDTH)
     table = Table(title=f"farl: {summary.num_updates} updates in {summary.elapsed_s:.0f} s", show_header=False)
     table.add_column()
     table.add_column()
