@@ -32,6 +32,7 @@ def test_the_shipped_recipes():
             {"rollout": {"prompts_per_batch": 3}, "pipeline": {"lag": 2, "updates_per_batch": 2}},
             "must be a multiple of",
         ),
+        ({"corrector": {"name": "ppo", "anchor": "proximal"}}, "the proximal policy is the learner itself"),
         ({"model": {"source": "tiny-digits", "hidden": 30}}, "must be a multiple of model.heads"),
         ({"task": {"import": "x"}}, "must read 'package.module:factory'"),
         ({"seed": -1}, "seed=-1"),

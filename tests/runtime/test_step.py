@@ -76,6 +76,20 @@ def test_gradients_that_are_not_finite_leave_everything_alone(bad):
     assert optimizer.state_dict()["state"] == {}
 
 
+def test_an_empty_completion_takes_part_without_effect():
+    config = LoopConfig(optimizer=OptimizerConfig(name="sgd", lr=0.1, beta1=0.0))
+    policy, optimizer, batch = make(config)
+    empty = batch.mask_BT.clone()
+    empty[2] = False
+    batch = replace(batch, mask_BT=empty, advantage_BT=batch.advantage_BT * empty)
+    made = update(
+        policy, optimizer, make_corrector(config.corrector), batch, logp_proximal_BT=None, config=config, lr=0.1
+    )
+    assert made.stepped
+    assert all(torch.isfinite(p).all() for p in policy.module.parameters())
+    assert all(math.isfinite(v) for v in made.metrics.values())
+
+
 def test_the_stale_probe_measures_the_weights_of_dispatch_time():
     """Method 3b: KL and ESS as they would have been without the forecast."""
     model = tiny_model()

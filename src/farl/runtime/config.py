@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from farl.core.types import DTYPES
-from farl.correct import CorrectorConfig, make_corrector
+from farl.correct import CorrectorConfig
 from farl.errors import ConfigError
 from farl.forecast import ForecastConfig
 
@@ -252,7 +252,11 @@ class LoopConfig:
             )
         if not 0 <= self.seed < 2**31:
             raise ConfigError(f"seed={self.seed}: must be from 0 to 2^31 - 1")
-        make_corrector(self.corrector)
+        if self.corrector.anchor == "proximal" and updates == 1:
+            raise ConfigError(
+                "corrector.anchor='proximal': with pipeline.updates_per_batch=1 the proximal policy is the learner "
+                "itself and nothing is ever clipped; anchor at 'behaviour', or make several updates from a batch"
+            )
 
     @property
     def groups_per_update(self) -> int:
