@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farl import build
-from farl.errors import CheckpointError, ConfigError, FarlError, TaskError
+from farl.errors import CheckpointError, ConfigError, FarlError, TaskError, WireError
 from farl.runtime import loop as loop_module
 from farl.runtime.records import JsonlListener
 from farl.tasks.addition import AdditionTask
@@ -192,8 +192,10 @@ def test_a_scorer_that_always_fails_ends_the_run_and_loses_nothing(cache, tmp_pa
     breaking.mode = "all"
     with pytest.raises(TaskError, match="failed in every group of 3 batches in a row"):
         run(make_config(cache), tmp_path / "r")
-    assert len(metrics(tmp_path / "r")) == 2
-    assert list((tmp_path / "r" / "checkpoints").glob("step_*"))
+    assert len(metrics(tmp_path / "r")) == 3
+    breaking.mode = "mended"
+    assert again(tmp_path / "r").finished
+    assert [m["update"] for m in metrics(tmp_path / "r")] == list(range(1, 7))
 
 
 def test_a_prompt_longer_than_the_context_is_named(cache, tmp_path):
@@ -240,6 +242,26 @@ def test_gradients_that_are_not_finite_skip_the_step_and_too_many_end_the_run(ca
     monkeypatch.setattr(build.CausalPolicy, "broken", {3, 4})
     with pytest.raises(FarlError, match=r"not finite for 2 updates in a row \(optimizer.max_skipped=1\)"):
         run(config, tmp_path / "two")
+    monkeypatch.setattr(build.CausalPolicy, "broken", set())
+    assert again(tmp_path / "two").finished
+    assert [m["update"] for m in metrics(tmp_path / "two")] == [1, 2, 2, 2, 3, 4]
+
+
+def test_a_publication_that_fails_leaves_the_last_checkpoint(cache, tmp_path, monkeypatch):
+    real = build.InProcessTransport.send
+
+    def send(self, number, stamp, leaves):
+        if number == 4:
+            raise WireError("no room")
+        return real(self, number, stamp, leaves)
+
+    run(make_config(cache), tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(build.InProcessTransport, "send", send)
+        with pytest.raises(WireError, match="no room"):
+            run(make_config(cache), tmp_path / "r")
+    assert again(tmp_path / "r").finished
+    assert_same_trajectory(tmp_path / "whole", tmp_path / "r")
 
 
 def test_run_folder_holds_what_a_run_needs(cache, tmp_path):

@@ -134,6 +134,8 @@ def test_skips_in_a_row_end_the_run_and_single_ones_do_not():
     skips = SkipCounter(2)
     for stepped in (False, False, True, False, False):
         skips.note(stepped)
+        skips.refuse()
     assert skips.total == 4
+    skips.note(False)
     with pytest.raises(FarlError, match="lower optimizer.lr"):
-        skips.note(False)
+        skips.refuse()

@@ -85,6 +85,7 @@ class Trainer:
         self.evaluations: list[dict[str, Any]] = []
         self._next_batch = 0
         self._failed_batches = 0
+        self._mid_batch = False
         self._elapsed_s = 0.0
         self._samples = JsonlWriter(parts.folder / "samples.jsonl")
 
@@ -97,7 +98,8 @@ class Trainer:
         """Trains to the end, or to a stop request, and returns what came of it.
 
         Raises:
-            FarlError: whatever ended the run early; the state of the last batch boundary has been saved.
+            FarlError: whatever ended the run early. If that was at a batch boundary, as almost everything is,
+                the state has been saved; else the last checkpoint stands.
         """
         start_s = time.monotonic()
         try:
@@ -108,7 +110,10 @@ class Trainer:
                 groups = self._collect()
                 if groups is None:
                     break
+                self._mid_batch = True
                 self._consume(groups)
+                self._mid_batch = False
+                self._refuse_failures()
                 self._at_boundary()
         except FarlError as error:
             self._save_after(error)
@@ -166,7 +171,7 @@ class Trainer:
         advantage_B, num_equal, num_failed = group_advantages(
             groups, divide_by_std=config.learner.advantage == "group_std"
         )
-        self._refuse_failing_rewards(num_failed == len(groups))
+        self._failed_batches = self._failed_batches + 1 if num_failed == len(groups) else 0
         shared = self._batch_metrics(groups, num_equal, num_failed) | {"time/wait_s": waited_s}
         whole = make_batch(groups, advantage_B, version=self.version, pad_id=self.parts.pad_id)
         updates = config.pipeline.updates_per_batch
@@ -252,8 +257,9 @@ class Trainer:
             "rollout/finished_fraction": sum(r.finished for r in rollouts) / len(rollouts),
         }
 
-    def _refuse_failing_rewards(self, all_failed: bool) -> None:
-        self._failed_batches = self._failed_batches + 1 if all_failed else 0
+    def _refuse_failures(self) -> None:
+        """Ends a run that does nothing but skip or fail; at a boundary, so that it can be resumed once mended."""
+        self.skips.refuse()
         if self._failed_batches >= _MAX_FAILED_BATCHES:
             raise TaskError(
                 f"the reward function failed in every group of {_MAX_FAILED_BATCHES} batches in a row; the reasons are "
@@ -301,6 +307,9 @@ class Trainer:
             listener.on_event(text)
 
     def _save_after(self, error: FarlError) -> None:
+        if self._mid_batch or self.publisher.failed:
+            log.error("%s in the middle of a batch; the last checkpoint stands", type(error).__name__)
+            return
         try:
             self.save()
         except FarlError as second:
@@ -327,7 +336,6 @@ class Trainer:
                 "next_batch": self._next_batch,
                 "version": self.version,
                 "config_hash": self._config_hash,
-                "failed_batches": self._failed_batches,
                 "num_skipped": self.skips.total,
                 "elapsed_s": self._elapsed_s,
             },
@@ -361,7 +369,6 @@ class Trainer:
         self.forecaster.load_state_dict({"tensors": tensors["forecaster"], "record": records["forecaster"]})
         torch.set_rng_state(tensors["random"]["torch"])
         self._next_batch = loop["next_batch"]
-        self._failed_batches = loop["failed_batches"]
         self._elapsed_s = loop["elapsed_s"]
         self.skips.total = loop["num_skipped"]
         self.buffer.restore(records["buffer"])

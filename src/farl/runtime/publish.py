@@ -53,6 +53,7 @@ class Publisher:
         beside = config.pipeline.launch == "local"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="farl-publish") if beside else None
         self._sending: Future[None] | None = None
+        self.failed = False
 
     def settle(self) -> None:
         """Waits until the last publication is out, and raises what went wrong with it."""
@@ -104,7 +105,11 @@ class Publisher:
     def _send(
         self, number: int, stamp: PolicyStamp, damping: float, leaves: NamedTensors, dispatches: list[Dispatch]
     ) -> None:
-        descriptor = self._transport.send(number, stamp, leaves)
+        try:
+            descriptor = self._transport.send(number, stamp, leaves)
+        except BaseException:
+            self.failed = True  # the batch counts as dispatched and is not: this state cannot be resumed
+            raise
         self._open[number] = Publication(
             stamp=stamp,
             damping=damping,

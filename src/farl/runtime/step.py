@@ -240,13 +240,12 @@ class SkipCounter:
         self.total = 0
 
     def note(self, stepped: bool) -> None:
-        """Counts one update.
-
-        Raises:
-            FarlError: after more than `max_consecutive` skips in a row.
-        """
+        """Counts one update."""
         self._in_a_row = 0 if stepped else self._in_a_row + 1
         self.total += not stepped
+
+    def refuse(self) -> None:
+        """Raises `FarlError` after more than `max_consecutive` skips in a row; call it at a batch boundary."""
         if self._in_a_row > self._max_consecutive:
             raise FarlError(
                 f"gradients were not finite for {self._in_a_row} updates in a row (optimizer.max_skipped="
