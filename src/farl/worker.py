@@ -29,11 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of the channel to the learner")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
-    receiver = SharedMemoryReceiver()
-    try:
-        serve(Channel(parser.parse_args().fd), _build, receiver)
-    finally:
-        receiver.close()
+    serve(Channel(parser.parse_args().fd), _build, SharedMemoryReceiver())
 
 
 if __name__ == "__main__":

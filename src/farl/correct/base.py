@@ -112,7 +112,7 @@ class Corrector:
         surrogate: the differentiable per-token loss.
         treatments: detached weights and masks, multiplied.
         reduction: how token losses become a scalar.
-        denominator: whether dropped tokens still count in it.
+        denominator_rule: whether dropped tokens still count in the denominator.
         horizon: H of the reduction that divides by a fixed length.
     """
 

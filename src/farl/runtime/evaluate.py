@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from farl.core.protocols import Sampler, SampleRequest, SamplingParams, Task, Tokenizer
@@ -33,7 +32,6 @@ def evaluate(
     task: Task,
     *,
     max_new_tokens: int,
-    on_token: Callable[[], None] | None = None,
 ) -> Evaluation:
     """Scores one greedy completion of every held-out problem.
 
@@ -42,7 +40,6 @@ def evaluate(
         tokenizer: decodes completions.
         task: problems and scorer.
         max_new_tokens: length limit.
-        on_token: sign of life.
 
     Raises:
         TaskError: if the held-out set is empty.
@@ -55,7 +52,7 @@ def evaluate(
     for start in range(0, len(problems), _CHUNK):
         chunk = problems[start : start + _CHUNK]
         requests = [SampleRequest(prompt_ids=p.prompt_ids, num_members=1, seed=0) for p in chunk]
-        for problem, (completion,) in zip(chunk, sampler.sample(requests, params, on_token), strict=True):
+        for problem, (completion,) in zip(chunk, sampler.sample(requests, params), strict=True):
             reward = safe_reward(task, problem, tokenizer.decode(completion.ids))
             total += reward or 0.0
             num_errors += reward is None

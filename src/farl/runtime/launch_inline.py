@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from farl.core.protocols import Transport
-from farl.runtime.rollout import Generated, RolloutTools, generate
+from farl.runtime.rollout import Generated, RolloutTools, work_off
 from farl.runtime.schedule import Dispatch
 
 
@@ -30,10 +30,7 @@ class InlinePool:
 
     def submit(self, dispatch: Dispatch, descriptor: Mapping[str, Any]) -> None:
         """Loads the weights if they are not held yet, and generates."""
-        if self._tools.sampler.stamp != dispatch.stamp:
-            _, leaves = self._transport.receive(descriptor)
-            self._tools.sampler.load(leaves, dispatch.stamp)
-        self._done.append(generate(dispatch, self._tools))
+        self._done.append(work_off(dispatch, descriptor, self._transport, self._tools))
 
     def collect(self, timeout_s: float) -> list[Generated]:
         """Everything generated since the last call; never waits."""

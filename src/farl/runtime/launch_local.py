@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import IO, Any
 
 from farl import errors
-from farl.core.types import Group
 from farl.errors import FarlError, WorkerError
 from farl.runtime.config import AsyncConfig
 from farl.runtime.messages import Channel
@@ -213,14 +212,7 @@ class LocalPool:
                     f"worker {worker.index} answered dispatch {message['dispatch_id']}, which it was not given"
                 )
             worker.work = None
-            self._done.put(
-                Generated(
-                    dispatch_id=message["dispatch_id"],
-                    groups=tuple(Group.from_json(g) for g in message["groups"]),
-                    start_s=message["start_s"],
-                    end_s=message["end_s"],
-                )
-            )
+            self._done.put(Generated.from_json(message))
 
     def _watch(self) -> None:
         now = time.monotonic()

@@ -26,7 +26,7 @@ from farl.runtime.advantage import group_advantages
 from farl.runtime.batch import make_batch
 from farl.runtime.buffer import GroupBuffer
 from farl.runtime.config import LoopConfig
-from farl.runtime.evaluate import Evaluation, evaluate
+from farl.runtime.evaluate import evaluate
 from farl.runtime.pool import RolloutPool
 from farl.runtime.publish import Publisher
 from farl.runtime.records import JsonlWriter, Listener
@@ -173,18 +173,19 @@ class Trainer:
         )
         self._failed_batches = self._failed_batches + 1 if num_failed == len(groups) else 0
         shared = self._batch_metrics(groups, num_equal, num_failed) | {"time/wait_s": waited_s}
-        whole = make_batch(groups, advantage_B, version=self.version, pad_id=self.parts.pad_id)
         updates = config.pipeline.updates_per_batch
         proximal_BT = None
         if updates > 1 and Need.PROXIMAL in self.corrector.needs:
+            whole = make_batch(groups, advantage_B, version=self.version, pad_id=self.parts.pad_id)
             proximal_BT = evaluate_logp(self.parts.policy, whole, config)
+        sizes = [len(g.rollouts) for g in groups]
         damping = self.publisher.damping_of(batch_index)
         for i in range(updates):
             first, last = i * config.groups_per_update, (i + 1) * config.groups_per_update
-            rows_B = (whole.group_B >= first) & (whole.group_B < last)
-            mini = make_batch(groups[first:last], advantage_B[rows_B], version=self.version, pad_id=self.parts.pad_id)
+            rows = slice(sum(sizes[:first]), sum(sizes[:last]))
+            mini = make_batch(groups[first:last], advantage_B[rows], version=self.version, pad_id=self.parts.pad_id)
             width = mini.mask_BT.shape[1]
-            anchor_BT = None if proximal_BT is None else proximal_BT[rows_B, :width]
+            anchor_BT = None if proximal_BT is None else proximal_BT[rows, :width]
             self._update(mini, groups[first], anchor_BT, damping, shared)
         self._write_samples(groups)
         self._next_batch += 1
@@ -279,7 +280,7 @@ class Trainer:
                 self._event(f"checkpoint failed, training goes on: {error}")
         self._dispatch_ahead()
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> None:
         start_s = time.monotonic()
         result = evaluate(
             self.parts.eval_sampler,
@@ -292,7 +293,6 @@ class Trainer:
         self._event(
             f"version {self.version}: accuracy {result.accuracy:.3f} on {result.num_problems} held-out problems"
         )
-        return result
 
     def _write_samples(self, groups: list[Group]) -> None:
         for group in groups[: self.config.record.samples_per_batch]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from farl.core.protocols import NamedTensors, Transport
-from farl.core.types import DTYPES, PolicyStamp
+from farl.core.types import DTYPES
 from farl.forecast import Forecaster, ForecastPlan
 from farl.runtime.config import LoopConfig
 from farl.runtime.pool import RolloutPool
@@ -25,10 +25,8 @@ from farl.runtime.schedule import Dispatch, horizon_of, split_batch
 class Publication:
     """Weights on their way, and the dispatches that still need them."""
 
-    stamp: PolicyStamp
-    damping: float
     descriptor: Mapping[str, Any]
-    dispatches: dict[int, Dispatch] = field(default_factory=dict)
+    dispatches: dict[int, Dispatch]
 
 
 class Publisher:
@@ -91,31 +89,24 @@ class Publisher:
             publication=batch,
             stamp=stamp,
         )
-        damping = plan.damping if plan.moves else 0.0
-        self._batch_damping[batch] = damping
+        self._batch_damping[batch] = plan.damping if plan.moves else 0.0
         self.next_batch += 1
         self._next_dispatch_id += len(dispatches)
         self.settle()
         if self._thread is None:
-            self._send(batch, stamp, damping, leaves, dispatches)
+            self._send(batch, leaves, dispatches)
         else:
-            self._sending = self._thread.submit(self._send, batch, stamp, damping, leaves, dispatches)
+            self._sending = self._thread.submit(self._send, batch, leaves, dispatches)
         return plan
 
-    def _send(
-        self, number: int, stamp: PolicyStamp, damping: float, leaves: NamedTensors, dispatches: list[Dispatch]
-    ) -> None:
+    def _send(self, number: int, leaves: NamedTensors, dispatches: list[Dispatch]) -> None:
+        """Publishes the weights that the dispatches, which share one stamp, were promised; then submits them."""
         try:
-            descriptor = self._transport.send(number, stamp, leaves)
+            descriptor = self._transport.send(number, dispatches[0].stamp, leaves)
         except BaseException:
             self.failed = True  # the batch counts as dispatched and is not: this state cannot be resumed
             raise
-        self._open[number] = Publication(
-            stamp=stamp,
-            damping=damping,
-            descriptor=descriptor,
-            dispatches={d.dispatch_id: d for d in dispatches},
-        )
+        self._open[number] = Publication(descriptor=descriptor, dispatches={d.dispatch_id: d for d in dispatches})
         for dispatch in dispatches:
             self._pool.submit(dispatch, descriptor)
 
@@ -152,14 +143,7 @@ class Publisher:
             "next_batch": self.next_batch,
             "next_dispatch_id": self._next_dispatch_id,
             "batch_damping": {str(n): d for n, d in self._batch_damping.items()},
-            "open": {
-                str(number): {
-                    "stamp": p.stamp.to_json(),
-                    "damping": p.damping,
-                    "dispatches": [d.to_json() for d in p.dispatches.values()],
-                }
-                for number, p in self._open.items()
-            },
+            "open": {str(n): [d.to_json() for d in p.dispatches.values()] for n, p in self._open.items()},
         }
         return tensors, record
 
@@ -168,10 +152,6 @@ class Publisher:
         self.next_batch = record["next_batch"]
         self._next_dispatch_id = record["next_dispatch_id"]
         self._batch_damping = {int(n): d for n, d in record["batch_damping"].items()}
-        for key, data in record["open"].items():
-            number, stamp = int(key), PolicyStamp.from_json(data["stamp"])
-            saved = tensors[f"publication_{number}"]
-            order = [name for name, _ in self._forecaster.past_weights(0)]
-            leaves = ((name, saved[name]) for name in order)
-            dispatches = [Dispatch.from_json(d) for d in data["dispatches"]]
-            self._send(number, stamp, data["damping"], leaves, dispatches)
+        for number, dispatches in record["open"].items():
+            leaves = tensors[f"publication_{number}"].items()
+            self._send(int(number), leaves, [Dispatch.from_json(d) for d in dispatches])

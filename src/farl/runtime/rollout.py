@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from farl.core.protocols import Sampler, SampleRequest, SamplingParams, Task, Tokenizer
+from farl.core.protocols import NamedTensors, Sampler, SampleRequest, SamplingParams, Task, Tokenizer
 from farl.core.types import Completion, Group, PolicyStamp, Problem, Rollout
 from farl.errors import StateError
 from farl.runtime.config import RolloutConfig
@@ -42,6 +43,54 @@ class Generated:
     groups: tuple[Group, ...]
     start_s: float
     end_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types; `from_json` inverts it exactly."""
+        return {
+            "dispatch_id": self.dispatch_id,
+            "groups": [g.to_json() for g in self.groups],
+            "start_s": self.start_s,
+            "end_s": self.end_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Generated:
+        """Inverse of `to_json`."""
+        return cls(
+            dispatch_id=data["dispatch_id"],
+            groups=tuple(Group.from_json(g) for g in data["groups"]),
+            start_s=data["start_s"],
+            end_s=data["end_s"],
+        )
+
+
+class Receiver(Protocol):
+    """The receiving half of a transport."""
+
+    def receive(self, descriptor: Mapping[str, Any]) -> tuple[PolicyStamp, NamedTensors]:
+        """Opens a publication."""
+
+
+def work_off(
+    dispatch: Dispatch,
+    descriptor: Mapping[str, Any],
+    receiver: Receiver,
+    tools: RolloutTools,
+    on_token: Callable[[], None] | None = None,
+) -> Generated:
+    """Loads the promised weights, unless the sampler holds them already, and generates.
+
+    Args:
+        dispatch: the work.
+        descriptor: opens its weights through `receiver`.
+        receiver: of the transport they were sent by.
+        tools: as for `generate`.
+        on_token: as for `generate`.
+    """
+    if tools.sampler.stamp != dispatch.stamp:
+        stamp, leaves = receiver.receive(descriptor)
+        tools.sampler.load(leaves, stamp)
+    return generate(dispatch, tools, on_token)
 
 
 def generate(dispatch: Dispatch, tools: RolloutTools, on_token: Callable[[], None] | None = None) -> Generated:

@@ -28,12 +28,10 @@ class Update:
 
     Attributes:
         stepped: False when a gradient was not finite and the optimizer was left alone.
-        logp_learner_BT: float32 nats before the step.
         metrics: by the names of `docs/metrics.md`.
     """
 
     stepped: bool
-    logp_learner_BT: Tensor
     metrics: dict[str, float]
 
 
@@ -143,7 +141,7 @@ def update(
         loss_inputs(batch, logp_learner_BT, None), _join(outputs), lag_BT=batch.lag_BT, miss_BT=batch.miss_BT
     )
     metrics |= {"loss/value": loss_value, "optim/grad_norm": grad_norm, "optim/lr": lr}
-    return Update(stepped=stepped, logp_learner_BT=logp_learner_BT, metrics=metrics)
+    return Update(stepped=stepped, metrics=metrics)
 
 
 def _clip_gradients(policy: Policy, max_norm: float) -> float:

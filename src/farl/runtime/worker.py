@@ -10,24 +10,15 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from farl.core.protocols import NamedTensors
-from farl.core.types import PolicyStamp
 from farl.errors import FarlError
 from farl.runtime.messages import Channel
-from farl.runtime.rollout import RolloutTools, generate
+from farl.runtime.rollout import Receiver, RolloutTools, work_off
 from farl.runtime.schedule import Dispatch
 
 log = logging.getLogger("farl.worker")
 HEARTBEAT_S = 0.5
-
-
-class Receiver(Protocol):
-    """The receiving half of a transport."""
-
-    def receive(self, descriptor: Mapping[str, Any]) -> tuple[PolicyStamp, NamedTensors]:
-        """Opens a publication."""
 
 
 class Pulse:
@@ -77,19 +68,8 @@ def serve(channel: Channel, build: Callable[[Mapping[str, Any]], RolloutTools], 
         channel.send({"type": "ready", "pid": os.getpid()})
         while (message := channel.recv(None)) is not None and message["type"] == "dispatch":
             dispatch = Dispatch.from_json(message["dispatch"])
-            if tools.sampler.stamp != dispatch.stamp:
-                stamp, leaves = receiver.receive(message["descriptor"])
-                tools.sampler.load(leaves, stamp)
-            done = generate(dispatch, tools, pulse.tick)
-            channel.send(
-                {
-                    "type": "done",
-                    "dispatch_id": done.dispatch_id,
-                    "groups": [g.to_json() for g in done.groups],
-                    "start_s": done.start_s,
-                    "end_s": done.end_s,
-                }
-            )
+            done = work_off(dispatch, message["descriptor"], receiver, tools, pulse.tick)
+            channel.send({"type": "done", **done.to_json()})
     except FarlError as error:
         log.exception("worker stops")
         channel.send({"type": "failed", "kind": type(error).__name__, "error": str(error)})

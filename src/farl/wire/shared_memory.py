@@ -96,8 +96,8 @@ class SharedMemoryTransport:
         self._folder = folder or default_folder()
         if not self._folder.is_dir():
             raise WireError(f"{self._folder}: no such folder; create it or set pipeline.wire_folder to another")
-        self._index_bytes = len(json.dumps(layout.to_json())) + 2 * _PAGE_BYTES
-        self._payload_start = -(-(_HEADER.size + self._index_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        index_bytes = len(json.dumps(layout.to_json())) + 2 * _PAGE_BYTES
+        self._payload_start = -(-(_HEADER.size + index_bytes) // _PAGE_BYTES) * _PAGE_BYTES
         self._used: dict[int, _Segment] = {}
         self._free: list[_Segment] = []
         self._token = secrets.token_hex(4)
@@ -191,9 +191,6 @@ class SharedMemoryReceiver:
         data = json.loads(index)
         layout = Layout.from_json(data["layout"])
         return PolicyStamp.from_json(data["stamp"]), _views(view, layout, start, number, path)
-
-    def close(self) -> None:
-        """Nothing is held between calls."""
 
 
 def _views(view: mmap.mmap, layout: Layout, start: int, number: int, path: Path) -> Iterator[tuple[str, Tensor]]:
