@@ -10,6 +10,7 @@ allowed and what to do.
     |-- WireError (RuntimeError)   weights or messages that arrived incomplete, corrupt or not at all
     |-- TaskError (RuntimeError)   a task, reward function or prompt that cannot be used
     |-- WorkerError (RuntimeError) rollout workers that keep dying
+    |-- ConformanceError (AssertionError) a corrector that breaks a law of `farl.testing`
     `-- CheckpointError (RuntimeError)  a checkpoint that is missing, damaged or of another run
 """
 
@@ -45,6 +46,10 @@ class TaskError(FarlError, RuntimeError):
 
 class WorkerError(FarlError, RuntimeError):
     """Rollout workers that keep dying or hanging."""
+
+
+class ConformanceError(FarlError, AssertionError):
+    """A corrector that breaks a law every corrector must obey."""
 
 
 class CheckpointError(FarlError, RuntimeError):

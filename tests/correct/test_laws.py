@@ -1,30 +1,74 @@
 """Laws that every corrector of the table obeys; an entry without them cannot exist."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farl.correct import CORRECTORS, CorrectorConfig, LossInputs, Need, diagnose, make_corrector
+from farl.correct import CORRECTORS, CorrectorConfig, LossInputs, Treatment, diagnose, make_corrector
+from farl.correct.catalogue import create, defaults_of, source_of
 from farl.correct.reduce import REDUCTIONS
-from farl.errors import ConfigError, ShapeError
-
-from .cases import gradient, random_inputs, scalar
+from farl.errors import ConfigError, ConformanceError, ShapeError
+from farl.testing import LAWS, check_corrector
+from farl.testing import example_inputs as random_inputs
 
 VARIANTS = {
     "none": [{}, {"form": "score"}],
-    "ppo": [{}, {"anchor": "proximal", "dual_clip": 3.0}, {"clip_low": 0.0, "clip_high": 0.0}],
-    "dapo": [{}],
+    "ppo": [{}, {"anchor": "proximal", "dual_clip": 3.0}, {"clip_low": 0.0, "clip_high": 0.0}, {"ratio_cap": 1.3}],
+    "dual_clip_ppo": [{}, {"dual_clip": 1.1}],
+    "dapo": [{}, {"anchor": "proximal"}],
     "decoupled_ppo": [
         {},
         {"cap": 1.1},
         {"cap": 1.1, "cap_action": "clamp", "level": "sequence"},
-        {"denominator": "kept"},
+        {"cap": 1.1, "level": "geometric"},
+        {"denominator": "kept", "cap": 1.1},
     ],
-    "tis": [{}, {"base": "policy_gradient", "cap": 1.05}, {"level": "sequence"}],
+    "a3po": [{}, {"cap": 1.05}, {"lag_zero": "learner", "cap_action": "clamp"}],
+    "tis": [
+        {},
+        {"base": "policy_gradient", "cap": 1.05},
+        {"level": "sequence"},
+        {"floor": 0.8, "cap": 1.1},
+        {"normalise": True, "cap": 1.1},
+        {"normalise": True, "level": "sequence"},
+    ],
+    "mis": [
+        {},
+        {"level": "token", "floor": 0.8, "cap": 1.2},
+        {"level": "geometric", "floor": 0.9, "cap": 1.1, "survivor": "token"},
+        {"level": "token", "floor": 0.9, "cap": 1.2, "survivor": "one", "inverse": True, "denominator": "kept"},
+        {"base": "policy_gradient", "cap": 1.2, "denominator": "kept"},
+    ],
+    "icepop": [{}, {"floor": 0.9, "cap": 1.1}, {"base": "policy_gradient", "floor": 0.9, "cap": 1.1}],
+    "cispo": [{}, {"clip_low": 0.1, "clip_high": 0.2}, {"bounds": "absolute", "clip_low": 0.5, "clip_high": 1.1}],
+    "gspo": [{}, {"clip_low": 0.1, "clip_high": 0.1}, {"form": "direct", "clip_low": 0.1, "clip_high": 0.1}],
+    "gmpo": [{}, {"log_cap": 0.05}, {"anchor": "proximal"}],
+    "sapo": [{}, {"tau_positive": 3.0, "tau_negative": 0.5}],
+    "m2po": [
+        {},
+        {"threshold": 0.01, "statistic": "proximal"},
+        {"clip_low": 0.1, "clip_high": 0.1, "denominator": "kept"},
+    ],
+    "dppo": [
+        {},
+        {"gap_low": 0.02, "gap_high": 0.02, "kl_penalty": 0.0},
+        {"form": "score", "ratio_cap": 1.1, "gap_low": 0.02, "gap_high": 0.02},
+        {"divergence": "kl", "gap_low": 0.002, "gap_high": 0.002},
+    ],
+    "topr": [{}, {"level": "token"}, {"split": "advantage", "zero_is_positive": True}],
+    "vcpo": [{}, {"baseline": "given", "step_scale": "linear"}, {"divide_by_std": True, "cap": 1.1}],
+    "vespo": [{}, {"power_positive": 1.0, "anchor": "proximal"}],
+    "bapo": [{}, {"target": 2.0}, {"target": 0.1}, {"dual_clip": None, "anchor": "proximal"}],
+    "aspo": [{}, {"weight_cap": 1.05}, {"clip_low": 0.05, "clip_high": 0.05}],
+    "opsm": [{}, {"delta": 0.05}, {"anchor": "proximal", "delta": 0.0, "denominator": "kept"}],
+    "opmd": [{}, {"form": "token", "tau": 1.0}, {"tau": 1.0}],
+    "dro": [{}, {"beta": 1.0, "anchor": "proximal"}],
+    "glm5": [{}, {"clip_low": 0.05, "clip_high": 0.05, "denominator": "kept"}],
+    "matched_replay": [{}, {"heuristic": "own"}, {"level": "sequence", "cap": 1.1}],
 }
 ALL = [pytest.param(n, o, id=f"{n}-{i}") for n, variants in VARIANTS.items() for i, o in enumerate(variants)]
 law = pytest.mark.parametrize(("name", "options"), ALL)
@@ -38,125 +82,94 @@ def test_every_corrector_has_variants():
     assert set(VARIANTS) == set(CORRECTORS)
 
 
+@pytest.mark.parametrize("law_name", LAWS)
 @law
-def test_padding_never_matters_whatever_it_holds(name, options):
-    corrector, inputs = make(name, options), random_inputs()
-    value, grad = scalar(corrector, inputs), gradient(corrector, inputs)
-    for garbage in (math.nan, math.inf, -math.inf, 1e30):
-        dirty = {
-            f.name: torch.where(inputs.mask_BT, v.detach(), torch.full_like(v, garbage))
-            for f in fields(LossInputs)
-            if (v := getattr(inputs, f.name)) is not None and v.is_floating_point() and f.name.endswith("_BT")
-        }
-        other = replace(inputs, **dirty)
-        other.logp_learner_BT.requires_grad_()
-        assert torch.equal(scalar(corrector, other), value)
-        assert torch.equal(gradient(corrector, other), grad)
-        assert (grad[~inputs.mask_BT] == 0).all()
-
-
-@law
-def test_on_policy_the_gradient_is_the_plain_policy_gradient(name, options):
-    corrector, inputs = make(name, options), random_inputs(on_policy=True)
-    expected = -inputs.advantage_BT * inputs.mask_BT / inputs.mask_BT.sum()
-    assert torch.allclose(gradient(corrector, inputs), expected, atol=1e-12)
-
-
-@law
-def test_zero_advantage_has_zero_gradient(name, options):
-    inputs = random_inputs()
-    inputs = replace(inputs, advantage_BT=torch.zeros_like(inputs.advantage_BT))
-    assert not gradient(make(name, options), inputs).any()
+def test_law(name, options, law_name):
+    corrector = make(name, options)
+    if reason := dict(corrector.exempt).get(law_name):
+        assert len(reason) > 10
+    else:
+        LAWS[law_name](corrector)
 
 
 @law
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_micro_batches_add_up_to_the_batch(name, options, reduction):
-    corrector, inputs = make(name, options, reduction=reduction), random_inputs()
-    context = corrector.prepare(inputs)
-    denominator = corrector.denominator(inputs.mask_BT, context)
-    whole = scalar(corrector, inputs)
-    total = 0.0
-    for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        part = LossInputs(**{
-            f.name: v[rows] if (v := getattr(inputs, f.name)) is not None else None for f in fields(LossInputs)
-        })  # fmt: skip
-        total += corrector.aggregate(corrector(part, context), part.mask_BT, denominator)
-    assert torch.allclose(total, whole, atol=1e-12)
+def test_micro_batches_and_on_policy_gradient_in_every_reduction(name, options, reduction):
+    corrector = make(name, options, reduction=reduction)
+    LAWS["micro_batches"](corrector)
+    if "on_policy" not in dict(corrector.exempt):
+        LAWS["on_policy"](corrector)
 
 
 @law
-def test_order_of_sequences_changes_nothing_but_order(name, options):
-    corrector, inputs = make(name, options), random_inputs()
-    order = torch.tensor([3, 0, 5, 1, 4, 2])
-    moved = LossInputs(**{
-        f.name: v[order] if (v := getattr(inputs, f.name)) is not None else None for f in fields(LossInputs)
-    })  # fmt: skip
-    assert torch.equal(corrector(moved).token_loss_BT, corrector(inputs).token_loss_BT[order])
-
-
-@law
-def test_dropped_and_clipped_tokens_have_no_gradient(name, options):
-    corrector, inputs = make(name, options), random_inputs(spread=1.5)
-    output, grad = corrector(inputs), gradient(corrector, inputs)
-    assert not grad[inputs.mask_BT & ~output.keep_BT].any()
-    assert not grad[output.clipped_BT].any()
-    live = output.keep_BT & ~output.clipped_BT
-    denominator = corrector.denominator(inputs.mask_BT, corrector.prepare(inputs))
-    expected = -inputs.advantage_BT * output.weight_BT / denominator
-    assert torch.allclose(grad[live], expected[live], atol=1e-12), "weight_BT is what multiplies A grad logp"
-
-
-@law
-def test_finite_at_extreme_ratios(name, options):
-    for sign in (1.0, -1.0):
-        inputs = random_inputs(dtype=torch.float32)
-        inputs = replace(inputs, logp_behaviour_BT=inputs.logp_behaviour_BT + sign * 300)
-        corrector = make(name, options)
-        assert torch.isfinite(scalar(corrector, inputs))
-        assert torch.isfinite(gradient(corrector, inputs)).all()
-
-
-@law
-def test_no_gradient_to_the_other_policies_and_inputs_stay_as_they_were(name, options):
-    inputs = random_inputs()
-    others = [inputs.logp_behaviour_BT.requires_grad_(), inputs.logp_proximal_BT.requires_grad_()]
-    copies = [x.detach().clone() for x in (*others, inputs.logp_learner_BT, inputs.advantage_BT)]
-    loss = scalar(make(name, options), inputs)
-    assert torch.autograd.grad(loss, others, allow_unused=True, retain_graph=True) == (None, None)
-    for x, copy in zip((*others, inputs.logp_learner_BT, inputs.advantage_BT), copies, strict=True):
-        assert torch.equal(x, copy)
-
-
-@law
-def test_half_precision_inputs_are_computed_in_float32(name, options):
-    inputs = random_inputs(dtype=torch.float32)
-    halves = {
-        f.name: v.detach().bfloat16() if v is not None and v.is_floating_point() else v
-        for f in fields(LossInputs)
-        for v in [getattr(inputs, f.name)]
-    }
-    assert make(name, options)(LossInputs(**halves)).token_loss_BT.dtype == torch.float32
-
-
-@law
-def test_an_empty_mask_has_loss_zero(name, options):
+def test_the_metrics_of_an_empty_batch_are_finite(name, options):
     inputs = random_inputs()
     inputs = replace(inputs, mask_BT=torch.zeros_like(inputs.mask_BT))
-    corrector = make(name, options)
-    assert scalar(corrector, inputs).item() == 0.0
-    metrics = diagnose(inputs, corrector(inputs), lag_BT=inputs.lag_BT, miss_BT=inputs.lag_BT)
+    metrics = diagnose(inputs, make(name, options)(inputs), lag_BT=inputs.lag_BT, miss_BT=inputs.lag_BT)
     assert all(math.isfinite(v) for v in metrics.values())
 
 
-@law
-def test_what_is_needed_and_missing_is_named(name, options):
-    corrector, inputs = make(name, options), random_inputs()
-    if Need.PROXIMAL in corrector.needs:
-        with pytest.raises(ConfigError, match="logp_proximal_BT=None: this corrector needs proximal log-probs"):
-            corrector(replace(inputs, logp_proximal_BT=None))
-    else:
-        corrector(replace(inputs, logp_proximal_BT=None))
+def test_exemptions_are_few():
+    """One row replaces the advantage by its own; every other law holds everywhere."""
+    exempt = {name: dict(create(name).exempt) for name in CORRECTORS}
+    assert {n: sorted(e) for n, e in exempt.items() if e} == {"vcpo": ["on_policy", "weight"]}
+
+
+@pytest.mark.parametrize("name", CORRECTORS)
+def test_every_corrector_states_its_defaults_and_source(name):
+    assert "reduction" in defaults_of(name)
+    assert source_of(name)
+
+
+def test_a_corrector_that_breaks_a_law_is_told_which():
+    def shift_by_behaviour(inputs):
+        return Treatment(inputs.logp_behaviour_BT.exp().requires_grad_(inputs.logp_behaviour_BT.requires_grad))
+
+    sound = create("ppo")
+    broken = replace(sound, name="mine", treatments=(shift_by_behaviour,))
+    with pytest.raises(ConformanceError, match=r"'mine' breaks \d laws\n(.*\n)*.*on_policy: .*not the plain policy"):
+        check_corrector(broken)
+    not_detached = replace(
+        sound,
+        name="leaky",
+        treatments=(lambda i: Treatment(torch.exp(i.logp_learner_BT - i.logp_learner_BT.detach())),),
+    )
+    with pytest.raises(ConformanceError, match="weight: weight_BT is not the factor"):
+        check_corrector(not_detached)
+    by_batch = replace(
+        sound, name="local", treatments=(lambda i: Treatment(torch.full_like(i.advantage_BT, float(len(i.mask_BT)))),)
+    )
+    with pytest.raises(ConformanceError, match="micro_batches: micro-batches do not add up"):
+        check_corrector(by_batch)
+    with pytest.raises(ConfigError, match="exempt=.*'padddding'.*no such laws"):
+        check_corrector(replace(sound, exempt=(("padddding", "a typing error, on purpose"),)))
+
+
+def test_a_corrector_of_ones_own_is_checked_and_built_from_a_recipe(tmp_path, monkeypatch):
+    (tmp_path / "my_correctors.py").write_text(
+        "from farl.correct import Corrector, Treatment\n"
+        "from farl.correct.catalogue import create\n"
+        "from dataclasses import replace\n"
+        "def half_clip(clip=0.2):\n"
+        "    return replace(create('ppo', clip_low=clip, clip_high=clip / 2), name='half_clip')\n"
+        "def not_one():\n"
+        "    return 3\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    corrector = make_corrector(CorrectorConfig(import_from="my_correctors:half_clip", options={"clip": 0.1}))
+    assert corrector.name == "half_clip"
+    assert check_corrector(corrector) == tuple(LAWS)
+    for bad, words in [
+        ({"import_from": "my_correctors:not_one"}, "gave a int, must be a Corrector"),
+        ({"import_from": "my_correctors:nothing"}, "has no attribute 'nothing'"),
+        ({"import_from": "my_corrector"}, "must read 'package.module:factory'"),
+        ({"import_from": "my_correctors:half_clip", "options": {"klip": 1}}, "unexpected keyword argument 'klip'"),
+        ({"import_from": "my_correctors:half_clip", "cap": 2.0}, r"takes \[corrector.options\] only"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            make_corrector(CorrectorConfig(**bad))
+    with pytest.raises(ConfigError, match="only with corrector.import"):
+        CorrectorConfig(name="ppo", options={"clip_low": 0.1})
 
 
 def slow_ppo(inputs, low, high, dual):
@@ -178,7 +191,7 @@ def slow_ppo(inputs, low, high, dual):
 def test_ppo_equals_its_slow_twin(seed, low, high, dual, spread):
     inputs = random_inputs(seed, spread=spread)
     corrector = make("ppo", {"clip_low": low, "clip_high": high, "dual_clip": dual})
-    assert scalar(corrector, inputs).item() == pytest.approx(slow_ppo(inputs, low, high, dual), rel=1e-9, abs=1e-12)
+    assert corrector.loss(inputs).item() == pytest.approx(slow_ppo(inputs, low, high, dual), rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=30, deadline=None)

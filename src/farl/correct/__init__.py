@@ -8,14 +8,43 @@ Policies: learner (trained), behaviour (sampled the token), proximal (anchor of 
 regulariser). Suffixes: B sequences, T completion positions.
 """
 
-from farl.correct.base import Corrector, LossInputs, LossOutput, Need
-from farl.correct.catalogue import CORRECTORS, CorrectorConfig, make_corrector
+from farl.correct.base import Adaptation, BatchContext, Corrector, LossInputs, LossOutput, Need, Surrogate, Treatment
+from farl.correct.catalogue import CORRECTORS, make_corrector
 from farl.correct.diagnose import diagnose
-from farl.correct.functional import dapo, decoupled_ppo, none, ppo, tis
+from farl.correct.functional import (
+    a3po,
+    aspo,
+    bapo,
+    cispo,
+    dapo,
+    decoupled_ppo,
+    dppo,
+    dro,
+    dual_clip_ppo,
+    glm5,
+    gmpo,
+    gspo,
+    icepop,
+    m2po,
+    matched_replay,
+    mis,
+    none,
+    opmd,
+    opsm,
+    ppo,
+    sapo,
+    tis,
+    topr,
+    vcpo,
+    vespo,
+)
+from farl.correct.options import CorrectorConfig
 from farl.correct.reduce import Denominator, Reduction
 
 __all__ = [
     "CORRECTORS",
+    "Adaptation",
+    "BatchContext",
     "Corrector",
     "CorrectorConfig",
     "Denominator",
@@ -23,11 +52,33 @@ __all__ = [
     "LossOutput",
     "Need",
     "Reduction",
+    "Surrogate",
+    "Treatment",
+    "a3po",
+    "aspo",
+    "bapo",
+    "cispo",
     "dapo",
     "decoupled_ppo",
     "diagnose",
+    "dppo",
+    "dro",
+    "dual_clip_ppo",
+    "glm5",
+    "gmpo",
+    "gspo",
+    "icepop",
+    "m2po",
     "make_corrector",
+    "matched_replay",
+    "mis",
     "none",
+    "opmd",
+    "opsm",
     "ppo",
+    "sapo",
     "tis",
+    "topr",
+    "vcpo",
+    "vespo",
 ]

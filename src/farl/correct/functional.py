@@ -1,73 +1,124 @@
 """Each corrector as one plain function with a scalar result, for training loops that are not ours.
 
-All take nats [B, T] and a bool mask [B, T]; the gradient flows through `logp_learner` alone. Options are those of the
-factory of the same name in `catalogue`.
+    loss = farl.correct.icepop(logp_learner, logp_behaviour, advantage, mask, logp_proximal=old, cap=5.0)
+
+All share one signature: nats [B, T], bool mask [B, T], what else the corrector needs by name, then its options.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from farl.correct import catalogue
-from farl.correct.base import Corrector, LossInputs
+from farl.correct.base import LossInputs
+from farl.correct.catalogue import CORRECTORS, create
 
 
-def none(logp_learner: Tensor, advantage: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """Plain policy gradient; see `catalogue.none`."""
-    return _loss(catalogue.none(**options), logp_learner, logp_learner, None, advantage, mask)
+class LossFunction(Protocol):
+    """A corrector as a function.
+
+    Args:
+        logp_learner: nats [B, T] of the sampled tokens under the learner; the gradient flows through it alone.
+        logp_behaviour: nats [B, T] reported by the sampler.
+        advantage: [B, T], or [B] for one value a sequence.
+        mask: bool [B, T], True on tokens that are trained on.
+        logp_proximal: nats [B, T] under the anchor of the trust region.
+        reward: [B].
+        group: int64 [B], prompt of each sequence.
+        lag: int64 [B, T] versions.
+        gradient_norm: [B], of each trajectory's log-prob.
+        logp_sources: nats [B, T, K] under each behaviour policy of the batch.
+        log_share: [B, K], log of each policy's share of the batch.
+        options: those of the factory of the same name.
+
+    Returns:
+        The loss to be minimised, a scalar, of the whole batch.
+
+    Raises:
+        ConfigError: for something the corrector needs and did not get, or an option that cannot work.
+        ShapeError: for tensors that do not fit each other.
+    """
+
+    def __call__(
+        self,
+        logp_learner: Tensor,
+        logp_behaviour: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        *,
+        logp_proximal: Tensor | None = None,
+        reward: Tensor | None = None,
+        group: Tensor | None = None,
+        lag: Tensor | None = None,
+        gradient_norm: Tensor | None = None,
+        logp_sources: Tensor | None = None,
+        log_share: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The loss, with its graph."""
 
 
-def ppo(logp_learner: Tensor, logp_anchor: Tensor, advantage: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """PPO clip of learner / anchor, the anchor being the behaviour or the proximal policy; see `catalogue.ppo`."""
-    return _loss(catalogue.ppo(**options), logp_learner, logp_anchor, logp_anchor, advantage, mask)
+def _function(name: str) -> LossFunction:
+    def loss(
+        logp_learner: Tensor,
+        logp_behaviour: Tensor,
+        advantage: Tensor,
+        mask: Tensor,
+        *,
+        logp_proximal: Tensor | None = None,
+        reward: Tensor | None = None,
+        group: Tensor | None = None,
+        lag: Tensor | None = None,
+        gradient_norm: Tensor | None = None,
+        logp_sources: Tensor | None = None,
+        log_share: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        if advantage.ndim == 1:
+            advantage = advantage.unsqueeze(1).expand_as(logp_learner)
+        inputs = LossInputs(
+            logp_learner_BT=logp_learner,
+            logp_behaviour_BT=logp_behaviour,
+            mask_BT=mask,
+            advantage_BT=advantage,
+            logp_proximal_BT=logp_proximal,
+            reward_B=reward,
+            group_B=group,
+            lag_BT=lag,
+            gradient_norm_B=gradient_norm,
+            logp_sources_BTK=logp_sources,
+            log_share_BK=log_share,
+        )
+        return create(name, **options).loss(inputs)
+
+    loss.__name__ = loss.__qualname__ = name
+    loss.__doc__ = CORRECTORS[name].__doc__
+    return loss
 
 
-def dapo(logp_learner: Tensor, logp_anchor: Tensor, advantage: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """DAPO's clip-higher; see `catalogue.dapo`."""
-    return _loss(catalogue.dapo(**options), logp_learner, logp_anchor, logp_anchor, advantage, mask)
-
-
-def decoupled_ppo(
-    logp_learner: Tensor,
-    logp_behaviour: Tensor,
-    logp_proximal: Tensor,
-    advantage: Tensor,
-    mask: Tensor,
-    **options: Any,
-) -> Tensor:
-    """Decoupled PPO; see `catalogue.decoupled_ppo`."""
-    corrector = catalogue.decoupled_ppo(**options)
-    return _loss(corrector, logp_learner, logp_behaviour, logp_proximal, advantage, mask)
-
-
-def tis(
-    logp_learner: Tensor,
-    logp_behaviour: Tensor,
-    logp_proximal: Tensor | None,
-    advantage: Tensor,
-    mask: Tensor,
-    **options: Any,
-) -> Tensor:
-    """Truncated importance sampling; `logp_proximal` may be None with `base="policy_gradient"`. See `catalogue.tis`."""
-    return _loss(catalogue.tis(**options), logp_learner, logp_behaviour, logp_proximal, advantage, mask)
-
-
-def _loss(
-    corrector: Corrector,
-    logp_learner: Tensor,
-    logp_behaviour: Tensor,
-    logp_proximal: Tensor | None,
-    advantage: Tensor,
-    mask: Tensor,
-) -> Tensor:
-    inputs = LossInputs(
-        logp_learner_BT=logp_learner,
-        logp_behaviour_BT=logp_behaviour,
-        logp_proximal_BT=logp_proximal,
-        advantage_BT=advantage,
-        mask_BT=mask,
-    )
-    context = corrector.prepare(inputs)
-    return corrector.aggregate(corrector(inputs, context), mask, corrector.denominator(mask, context))
+none = _function("none")
+ppo = _function("ppo")
+dual_clip_ppo = _function("dual_clip_ppo")
+dapo = _function("dapo")
+decoupled_ppo = _function("decoupled_ppo")
+a3po = _function("a3po")
+tis = _function("tis")
+mis = _function("mis")
+icepop = _function("icepop")
+cispo = _function("cispo")
+gspo = _function("gspo")
+gmpo = _function("gmpo")
+sapo = _function("sapo")
+m2po = _function("m2po")
+dppo = _function("dppo")
+topr = _function("topr")
+vcpo = _function("vcpo")
+vespo = _function("vespo")
+bapo = _function("bapo")
+aspo = _function("aspo")
+opsm = _function("opsm")
+opmd = _function("opmd")
+dro = _function("dro")
+glm5 = _function("glm5")
+matched_replay = _function("matched_replay")

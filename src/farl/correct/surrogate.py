@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from farl.correct.base import LossInputs, Surrogate, SurrogateFunction
-from farl.correct.ratio import ratio
+from farl.correct.ratio import LogpFunction, RatioFunction, lengths, log_ratio
 
 
 def policy_gradient(form: str) -> SurrogateFunction:
@@ -19,44 +21,193 @@ def policy_gradient(form: str) -> SurrogateFunction:
 
     def surrogate(inputs: LossInputs) -> Surrogate:
         logp_BT = inputs.logp_learner_BT
-        one_BT = torch.exp(logp_BT - logp_BT.detach())
-        factor_BT = one_BT if form == "ratio" else logp_BT
-        return Surrogate(-inputs.advantage_BT * factor_BT, torch.zeros_like(inputs.mask_BT), one_BT.detach())
+        factor_BT = torch.exp(logp_BT - logp_BT.detach()) if form == "ratio" else logp_BT
+        return Surrogate(
+            -inputs.advantage_BT * factor_BT, torch.zeros_like(inputs.mask_BT), torch.ones_like(inputs.advantage_BT)
+        )
 
     return surrogate
 
 
-def clipped(anchor: str, clip_low: float, clip_high: float, dual_clip: float | None) -> SurrogateFunction:
-    """PPO's pessimistic bound on the ratio to the anchor.
+def importance(ratio: RatioFunction) -> SurrogateFunction:
+    """The unclipped importance-sampled objective, `L = -A r`, differentiable in r."""
 
-        L = max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        ratio_BT = ratio(inputs)
+        return Surrogate(-inputs.advantage_BT * ratio_BT, torch.zeros_like(inputs.mask_BT), ratio_BT.detach())
+
+    return surrogate
+
+
+def clipped(
+    ratio: RatioFunction,
+    lower: float,
+    upper: float,
+    *,
+    dual_clip: float | None = None,
+    ratio_cap: float | None = None,
+) -> SurrogateFunction:
+    """PPO's pessimistic bound on a ratio.
+
+        L = max(-A r, -A clip(r, lower, upper))
         A < 0 and dual_clip c:  L = min(L, -c A)
+        ratio_cap d:            -A min(r, d) in the place of -A r
 
     The gradient is 0 exactly where a bound is strictly the active branch; ties keep the gradient, so on-policy
     (r = 1) it is the plain policy gradient.
 
     Args:
-        anchor: "behaviour" or "proximal", the policy in the ratio's denominator.
-        clip_low: offset below 1.
-        clip_high: offset above 1.
+        ratio: differentiable.
+        lower: bound of the ratio, `1 - clip_low` in the papers.
+        upper: bound of the ratio, `1 + clip_high` in the papers.
         dual_clip: c > 1, or None.
+        ratio_cap: d > upper, or None.
 
-    Source: arXiv 1707.06347 eq. 7; dual clip arXiv 1912.09729; verl 0.9.1 `compute_policy_loss_vanilla`.
+    Source: arXiv 1707.06347 eq. 7; dual clip arXiv 1912.09729; ratio cap ("two-sided clip") arXiv 2505.07291 and
+    TRL 1.16 `delta`; verl 0.9.1 `compute_policy_loss_vanilla`.
     """
 
     def surrogate(inputs: LossInputs) -> Surrogate:
-        logp_anchor_BT = inputs.logp_proximal_BT if anchor == "proximal" else inputs.logp_behaviour_BT
-        assert logp_anchor_BT is not None
-        ratio_BT = ratio(inputs.logp_learner_BT, logp_anchor_BT)
-        bound_BT = -inputs.advantage_BT * ratio_BT.detach().clamp(1 - clip_low, 1 + clip_high)
-        loss_BT = -inputs.advantage_BT * ratio_BT
+        ratio_BT = ratio(inputs)
+        cost_BT = -inputs.advantage_BT
+        bound_BT = cost_BT * ratio_BT.detach().clamp(lower, upper)
+        loss_BT = cost_BT * ratio_BT
         clipped_BT = bound_BT > loss_BT
         loss_BT = torch.where(clipped_BT, bound_BT, loss_BT)
-        if dual_clip is not None:
-            ceiling_BT = -dual_clip * inputs.advantage_BT
-            over_BT = (inputs.advantage_BT < 0) & (loss_BT > ceiling_BT)
+        ceiling = min(dual_clip or float("inf"), ratio_cap or float("inf"))
+        if ceiling != float("inf"):
+            ceiling_BT = ceiling * cost_BT
+            over_BT = (cost_BT > 0) & (loss_BT > ceiling_BT)
             loss_BT = torch.where(over_BT, ceiling_BT, loss_BT)
             clipped_BT = clipped_BT | over_BT
         return Surrogate(loss_BT, clipped_BT, ratio_BT.detach())
+
+    return surrogate
+
+
+def smooth_gate(ratio: RatioFunction, tau_positive: float, tau_negative: float) -> SurrogateFunction:
+    """SAPO: a sigmoid instead of a clip.
+
+        L = -A f(r),  f(r) = (4 / tau) sigmoid(tau (r - 1)),  tau by the sign of A
+
+    df/dr is 1 at r = 1 and decays to both sides, so no token's gradient is ever exactly 0. Its value at r = 1 is
+    2 / tau, not 1.
+
+    Source: arXiv 2511.20347; verl 0.9.1 `compute_policy_loss_sapo`.
+    """
+
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        ratio_BT = ratio(inputs)
+        tau_BT = torch.where(inputs.advantage_BT > 0, ratio_BT.new_tensor(tau_positive), tau_negative)
+        gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
+        own_BT, own_ratio_BT = gate_BT.detach(), ratio_BT.detach()
+        return Surrogate(
+            -inputs.advantage_BT * gate_BT * (4 / tau_BT),
+            torch.zeros_like(inputs.mask_BT),
+            4 * own_BT * (1 - own_BT) * own_ratio_BT,
+        )
+
+    return surrogate
+
+
+def geometric_mean(anchor: LogpFunction, log_cap: float) -> SurrogateFunction:
+    """GMPO: token log-ratios clipped on the side the advantage pushes to, then their geometric mean.
+
+        z_t = min(l_t, log_cap) if A > 0, max(l_t, -log_cap) if A < 0,  l_t = log r_t
+        L = -A exp(mean_t z_t)                         the same for every token of the sequence
+
+    Clipped tokens have no gradient, the others share the sequence's factor.
+
+    Source: arXiv 2507.20673; verl 0.9.1 `compute_policy_loss_geo_mean`.
+    """
+
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        log_BT = log_ratio(inputs.logp_learner_BT, anchor(inputs))
+        sign_BT = torch.sign(inputs.advantage_BT)
+        clipped_BT = sign_BT * log_BT.detach() > log_cap
+        log_BT = torch.where(clipped_BT, sign_BT * log_cap, log_BT)
+        mean_BT = torch.exp(log_BT.sum(dim=1, keepdim=True) / lengths(inputs.mask_BT)).expand_as(log_BT)
+        return Surrogate(-inputs.advantage_BT * mean_BT, clipped_BT, mean_BT.detach())
+
+    return surrogate
+
+
+def flipped(ratio: RatioFunction, clip_low: float, clip_high: float, weight_cap: float) -> SurrogateFunction:
+    """ASPO: tokens to be reinforced are weighted by 1 / r, so that those the learner has lost are learned most.
+
+        A > 0: factor 1 / r, no gradient where r > 1 + clip_high
+        A < 0: factor r, no gradient where r < 1 - clip_low
+        factors above weight_cap are cut to it, and keep their gradient
+
+    Source: arXiv 2510.06062; Archer2.0 `compute_policy_loss_archer`.
+    """
+
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        ratio_BT = ratio(inputs)
+        own_BT = ratio_BT.detach()
+        positive_BT = inputs.advantage_BT > 0
+        factor_BT = torch.where(positive_BT, 1 / own_BT, own_BT)
+        clipped_BT = torch.where(positive_BT, own_BT > 1 + clip_high, own_BT < 1 - clip_low)
+        bound_BT = torch.where(positive_BT, own_BT.new_tensor(1 / (1 + clip_high)), 1 - clip_low)
+        factor_BT = factor_BT.clamp(max=weight_cap)
+        live_BT = factor_BT * torch.exp(inputs.logp_learner_BT - inputs.logp_learner_BT.detach())
+        loss_BT = -inputs.advantage_BT * torch.where(clipped_BT, bound_BT, live_BT)
+        return Surrogate(loss_BT, clipped_BT & (inputs.advantage_BT != 0), factor_BT)
+
+    return surrogate
+
+
+def mirror_descent(anchor: LogpFunction, tau: float) -> SurrogateFunction:
+    """Policy mirror descent as a regression of each response's advantage on its log-ratio.
+
+        L_i = (A_i - tau S_i)^2,  S_i = sum_t (lp - lp_anchor)        1 / length of it on each token
+            = A^2 - 2 tau A S + tau^2 S^2
+
+    The middle term is 2 tau times the score-form policy gradient; the last is a penalty that pulls to the anchor.
+
+    Source: Kimi k1.5, arXiv 2501.12599 eq. 3; with the group mean as the log-normaliser ("PMD-mean"), arXiv 2602.05933.
+    """
+
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        log_BT = inputs.logp_learner_BT - anchor(inputs)
+        length_B1 = lengths(inputs.mask_BT)
+        total_B1 = log_BT.sum(dim=1, keepdim=True)
+        penalty_BT = ((tau * total_B1) ** 2 + inputs.advantage_BT**2) / length_B1
+        factor_BT = torch.full_like(inputs.advantage_BT, 2 * tau)
+        return Surrogate(
+            -2 * tau * inputs.advantage_BT * log_BT, torch.zeros_like(inputs.mask_BT), factor_BT, penalty_BT
+        )
+
+    return surrogate
+
+
+def pulled(base: SurrogateFunction, anchor: LogpFunction, coefficient: float) -> SurrogateFunction:
+    """Adds `coefficient (lp - lp_anchor)^2` on every token, dropped ones too.
+
+    Source: the KL term of prime-rl `default_loss_fn`; with coefficient beta / 2 and the score form, verl 0.9.1
+    `compute_policy_loss_dro`; with tau / 2, ROLL `_compute_kimi15_loss`.
+    """
+
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        plain = base(inputs)
+        penalty_BT = coefficient * (inputs.logp_learner_BT - anchor(inputs)) ** 2
+        return Surrogate(plain.loss_BT, plain.clipped_BT, plain.factor_BT, penalty_BT)
+
+    return surrogate
+
+
+def with_advantage(base: SurrogateFunction, baseline_P: torch.Tensor, scale_P: torch.Tensor) -> SurrogateFunction:
+    """The base surrogate on `(reward - baseline) / scale` of each sequence's group.
+
+    Sequences whose given advantages are all 0 (groups that were left out) stay out.
+    """
+
+    def surrogate(inputs: LossInputs) -> Surrogate:
+        assert inputs.reward_B is not None
+        assert inputs.group_B is not None
+        advantage_B = (inputs.reward_B - baseline_P[inputs.group_B]) / scale_P[inputs.group_B]
+        in_use_BT = inputs.mask_BT & (inputs.advantage_BT != 0).any(dim=1, keepdim=True)
+        advantage_BT = torch.where(in_use_BT, advantage_B.unsqueeze(1).to(inputs.advantage_BT.dtype), 0.0)
+        return base(replace(inputs, advantage_BT=advantage_BT))
 
     return surrogate
