@@ -7,7 +7,7 @@ ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup train test check lint types format bench clean
+.PHONY: setup train test check lint types format parity bench clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
@@ -39,9 +39,22 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+PARITY := .venv-parity
+$(PARITY)/.ready: parity/requirements.txt
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check -r parity/requirements.txt
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+		verl==0.9.1 areal==1.0.4 openrlhf==0.11.2 skyrl==0.4.0 skyrl-gym
+	$(PARITY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+parity: $(PARITY)/.ready  ## our correctors against verl, AReaL, OpenRLHF, TRL and SkyRL, in a venv of their own; about five minutes
+	$(PARITY)/bin/python -m pytest -c parity/pytest.ini --rootdir . parity --write $(ARGS)
+
 bench: setup        ## forecaster and weight transport against plain copies of the same bytes
 	$(BIN)/python benchmarks/forecast.py
 	$(BIN)/python benchmarks/wire.py
 
 clean:
-	rm -rf $(VENV) .cache runs
+	rm -rf $(VENV) $(PARITY) .cache runs

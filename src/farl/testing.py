@@ -8,6 +8,7 @@ A law that does not apply to a corrector is listed, with the reason, in its `Cor
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
@@ -166,7 +167,7 @@ def micro_batches(corrector: Corrector) -> None:
     whole, gradient_BT = corrector.loss(inputs), _gradient(corrector, inputs)
     for cuts in ((0, 1, 4, 8), (0, 2, 4, 6, 8), (0, 7, 8)):
         total = torch.zeros((), dtype=torch.float64)
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             part = inputs.select(slice(start, stop))
             total = total + corrector.aggregate(corrector(part, context), part.mask_BT, denominator)
         _close(total, whole, "micro-batches do not add up to the batch")
