@@ -32,7 +32,7 @@ class Batch:
     lag: torch.Tensor
 
     @property
-    def advantage_BT(self):
+    def advantages(self):
         return self.advantage[:, None].expand_as(self.learner)
 
     @property
@@ -80,7 +80,7 @@ def verl(mode, *, anchor="proximal", aggregation="token-mean", dro_beta=None, co
         return function(
             old_log_prob=getattr(batch, anchor),
             log_prob=batch.learner,
-            advantages=batch.advantage_BT,
+            advantages=batch.advantages,
             response_mask=mask,
             loss_agg_mode=aggregation,
             config=config,
@@ -105,7 +105,7 @@ def verl_reinforce(**correction):
         return compute_policy_loss_reinforce(
             batch.behaviour,
             batch.learner,
-            batch.advantage_BT,
+            batch.advantages,
             mask,
             loss_agg_mode="token-mean",
             config=config,
@@ -129,7 +129,7 @@ def areal(*, eps_clip=0.2, eps_clip_higher=None, c_clip=None, rejection=None, le
             logprobs=batch.learner,
             proximal_logprobs=getattr(batch, anchor),
             old_logprobs=batch.behaviour,
-            advantages=batch.advantage_BT,
+            advantages=batch.advantages,
             eps_clip=eps_clip,
             eps_clip_higher=eps_clip_higher,
             loss_mask=batch.mask,
@@ -179,7 +179,7 @@ def areal_m2po(threshold):
             logprobs=batch.learner,
             proximal_logprobs=batch.behaviour,
             old_logprobs=batch.behaviour,
-            advantages=batch.advantage_BT,
+            advantages=batch.advantages,
             eps_clip=1.0,
             eps_clip_higher=1e9,
             loss_mask=mask,
@@ -199,7 +199,7 @@ def areal_sapo(tau_pos=1.0, tau_neg=1.05):
     from areal.utils.functional import sapo_loss_fn
 
     def loss(batch):
-        return sapo_loss_fn(batch.learner, batch.behaviour, batch.advantage_BT, tau_pos, tau_neg, batch.mask)[0]
+        return sapo_loss_fn(batch.learner, batch.behaviour, batch.advantages, tau_pos, tau_neg, batch.mask)[0]
 
     return loss
 
@@ -219,7 +219,7 @@ def openrlhf(*, anchor="proximal", **options):
         return module(
             batch.learner,
             getattr(batch, anchor),
-            batch.advantage_BT,
+            batch.advantages,
             action_mask=batch.float_mask,
             rollout_log_probs=batch.behaviour,
         )[0]
@@ -321,7 +321,7 @@ def skyrl(name, *, eps=0.2, eps_high=0.2, correction=None, rollout=True, **confi
         value, _ = function(
             batch.learner,
             batch.proximal,
-            batch.advantage_BT,
+            batch.advantages,
             settings,
             loss_mask=batch.float_mask,
             rollout_logprobs=batch.behaviour if rollout else None,

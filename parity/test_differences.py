@@ -22,7 +22,7 @@ def kept_of(name, options, batch):
         logp_behaviour_BT=batch.behaviour,
         logp_proximal_BT=batch.proximal,
         mask_BT=batch.mask,
-        advantage_BT=batch.advantage_BT,
+        advantage_BT=batch.advantages,
     )
     return corrector(inputs).keep_BT
 
@@ -100,7 +100,7 @@ def test_dual_clip_is_always_on_in_verl_and_an_option_here():
     batch = random_batch(5)
     far = replace(batch, behaviour=batch.learner.detach() - 2.0)
     verl, ppo = (value_and_gradient(f, far)[1] for f in (lib.verl("vanilla", anchor="behaviour"), ours("ppo", {})))
-    negative = batch.mask & (batch.advantage_BT < 0)
+    negative = batch.mask & (batch.advantages < 0)
     assert not verl[negative].any()
     assert ppo[negative].all()
 

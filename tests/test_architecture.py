@@ -15,6 +15,7 @@ ALLOWED = {
     "core": {"errors"},
     "forecast": {"core", "errors"},
     "correct": {"core", "errors"},
+    "testing": {"correct", "errors"},
     "wire": {"core", "errors"},
     "tasks": {"core", "errors"},
     "engines": {"core", "errors"},

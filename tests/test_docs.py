@@ -23,6 +23,7 @@ def test_every_metric_is_documented_and_every_documented_metric_exists(cache, tm
     for i, changes in enumerate((
         {"pipeline.lag": 2, "forecast.rule": "copy"},
         {"pipeline.lag": 4, "pipeline.updates_per_batch": 4, "corrector": {"name": "decoupled_ppo"}},
+        {"corrector": "matched_replay"},
     )):  # fmt: skip
         run(make_config(cache, changes), tmp_path / str(i))
         for line in (tmp_path / str(i) / "metrics.jsonl").read_text().splitlines():

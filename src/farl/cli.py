@@ -120,13 +120,20 @@ def _list_rules() -> list[tuple[str, str]]:
 
 def _list_correctors() -> list[tuple[str, str]]:
     from farl.correct import CORRECTORS, CorrectorConfig, make_corrector
+    from farl.correct.catalogue import defaults_of, source_of
 
     rows = []
     for name, factory in CORRECTORS.items():
         corrector = make_corrector(CorrectorConfig(name=name))
         needs = ", ".join(sorted(n.name.lower() for n in corrector.needs)) or "nothing more"
         summary = (factory.__doc__ or "").strip().splitlines()[0]
-        rows.append((name, f"{summary} Needs: {needs}."))
+        options = ", ".join(f"{k}={v}" for k, v in defaults_of(name).items() if v is not None)
+        rows.append(
+            (
+                name,
+                f"{summary}\n{'':23}needs     {needs}\n{'':23}defaults  {options}\n{'':23}source    {source_of(name)}",
+            )
+        )
     return rows
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from farl.tasks import TaskConfig
 _NOT_IN_HASH = (
     "launch", "wire_folder", "max_restarts", "heartbeat_timeout_s", "progress_timeout_s", "startup_timeout_s",
 )  # fmt: skip
+_SHORT = re.compile(r"^--corrector(?=$|=)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +94,15 @@ def parse_config(data: Mapping[str, Any]) -> TrainConfig:
 
 
 def _without_keyword(data: Mapping[str, Any]) -> dict[str, Any]:
-    """`task.import` is `import_from` in Python, where `import` is a keyword."""
-    task = data.get("task")
-    if not isinstance(task, Mapping) or "import" not in task:
-        return dict(data)
-    renamed = {"import_from" if k == "import" else k: v for k, v in task.items()}
-    return {**data, "task": renamed}
+    """`import` is `import_from` in Python, where it is a keyword; `corrector = "ppo"` is short for its name."""
+    plain = dict(data)
+    if isinstance(plain.get("corrector"), str):
+        plain["corrector"] = {"name": plain["corrector"]}
+    for section in ("task", "corrector"):
+        value = plain.get(section)
+        if isinstance(value, Mapping) and "import" in value:
+            plain[section] = {"import_from" if k == "import" else k: v for k, v in value.items()}
+    return plain
 
 
 def _refuse_unknown(data: Mapping[str, Any], kind: type, path: str) -> None:
@@ -135,5 +140,6 @@ def apply_overrides(config: TrainConfig, arguments: list[str]) -> TrainConfig:
 
     if not arguments:
         return config
+    arguments = [_SHORT.sub("--corrector.name", a) for a in arguments]
     changed = tyro.cli(TrainConfig, default=config, args=arguments, prog="farl train RECIPE")
     return parse_config(to_json(changed))

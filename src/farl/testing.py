@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -265,8 +266,10 @@ def needs(corrector: Corrector) -> None:
     """What is listed in `needs` is refused when missing, by name; what is not listed may be missing."""
     inputs = example_inputs()
     for need, name in FIELD_OF_NEED.items():
-        more = {"log_share_BK": None} if need is Need.SOURCES else {}
-        without = replace(inputs, **{name: None}, **more)
+        missing: dict[str, Any] = {name: None}
+        if need is Need.SOURCES:
+            missing["log_share_BK"] = None
+        without = replace(inputs, **missing)
         if need not in corrector.needs:
             corrector(without)
             continue

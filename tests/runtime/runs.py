@@ -1,12 +1,15 @@
 """Small complete runs: the tiny model with next to no warm start, a few batches."""
 
 import json
+import threading
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
 from farl.config import parse_config
+from farl.runtime.records import JsonlListener
 from farl.train import resume, start
 
 BASE = {
@@ -36,6 +39,21 @@ def make_config(cache, changes=None):
 
 def run(config, folder, **options):
     return start(config, run_dir=folder, show=False, **options)
+
+
+def run_until(config, folder, update):
+    """Runs until a number of updates have been recorded, then asks for a stop."""
+    stop = threading.Event()
+
+    class Stopper(JsonlListener):
+        def on_update(self, seen):
+            super().on_update(seen)
+            if seen["update"] == update:
+                stop.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("farl.train.JsonlListener", Stopper)
+        return run(config, folder, stop=stop)
 
 
 def again(folder, **options):

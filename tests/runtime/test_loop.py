@@ -2,7 +2,6 @@
 
 import json
 import math
-import threading
 
 import pytest
 import torch
@@ -10,10 +9,9 @@ import torch
 from farl import build
 from farl.errors import CheckpointError, ConfigError, FarlError, TaskError, WireError
 from farl.runtime import loop as loop_module
-from farl.runtime.records import JsonlListener
 from farl.tasks.addition import AdditionTask
 
-from .runs import again, assert_same_trajectory, final_weights, make_config, metrics, run
+from .runs import again, assert_same_trajectory, final_weights, make_config, metrics, run, run_until
 
 
 def test_a_run_is_a_function_of_config_and_seed(cache, tmp_path):
@@ -71,17 +69,7 @@ def test_stopped_and_resumed_equals_never_stopped(cache, tmp_path, stop_after, l
         cache, {"pipeline.lag": lag, "record.checkpoint_every_batches": 0, "optimizer.warmup_updates": 4}
     )
     whole = run(config, tmp_path / "whole")
-    stop = threading.Event()
-
-    class Stopper(JsonlListener):
-        def on_update(self, seen):
-            super().on_update(seen)
-            if seen["update"] == stop_after:
-                stop.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farl.train.JsonlListener", Stopper)
-        stopped = run(config, tmp_path / "parts", stop=stop)
+    stopped = run_until(config, tmp_path / "parts", stop_after)
     assert not stopped.finished
     assert stopped.accuracy_after is None
     assert stopped.num_updates == stop_after

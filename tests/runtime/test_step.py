@@ -1,4 +1,5 @@
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from farl.engines.transformers_engine import CausalPolicy
 from farl.errors import FarlError
 from farl.forecast import Forecaster
 from farl.runtime.config import LearnerConfig, LoopConfig, OptimizerConfig
+from farl.runtime.needs import Minibatch, evaluate_logp, gradient_norms, source_logps
 from farl.runtime.step import SkipCounter, make_optimizer, probe_groups, stale_probe, update
 
 from ..engines.tiny import sampled_batch, tiny_model
@@ -26,8 +28,23 @@ def make(config):
     return policy, make_optimizer(policy, config.optimizer), batch
 
 
+def mini(batch, **known):
+    return Minibatch(batch=batch, num_fresh=batch.num_prompts, **known)
+
+
 @pytest.mark.parametrize(
-    "options", [{"name": "none"}, {"name": "ppo"}, {"name": "decoupled_ppo", "denominator": "kept"}]
+    "options",
+    [
+        {"name": "none"},
+        {"name": "ppo"},
+        {"name": "decoupled_ppo", "denominator": "kept"},
+        {"name": "m2po", "threshold": 1e-4},
+        {"name": "bapo", "target": 1.5},
+        {"name": "vcpo"},
+        {"name": "tis", "base": "policy_gradient", "normalise": True},
+        {"name": "gspo", "form": "direct", "clip_low": 0.1, "clip_high": 0.1},
+    ],
+    ids=lambda o: o["name"],
 )
 def test_micro_batches_make_the_same_step(options):
     results = []
@@ -38,12 +55,13 @@ def test_micro_batches_make_the_same_step(options):
         )  # fmt: skip
         policy, optimizer, batch = make(config)
         made = update(
-            policy, optimizer, make_corrector(config.corrector), batch,
-            logp_proximal_BT=batch.logp_behaviour_BT, config=config, lr=0.1,
+            policy, optimizer, make_corrector(config.corrector),
+            mini(batch, logp_proximal_BT=batch.logp_behaviour_BT), config=config, lr=0.1,
         )  # fmt: skip
         results.append((made.metrics, torch.cat([p.detach().flatten() for p in policy.module.parameters()])))
     for metrics, weights in results[1:]:
         assert torch.allclose(weights, results[0][1], atol=1e-6)
+        assert metrics["optim/lr"] == pytest.approx(results[0][0]["optim/lr"], rel=1e-5)
         for name in ("loss/value", "policy/kl_nats", "correct/clip_fraction", "optim/grad_norm"):
             assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-7)
 
@@ -52,9 +70,7 @@ def test_the_gradient_is_clipped_to_its_norm():
     config = LoopConfig(optimizer=OptimizerConfig(name="sgd", lr=1.0, beta1=0.0, max_grad_norm=0.01))
     policy, optimizer, batch = make(config)
     before = torch.cat([p.detach().flatten().clone() for p in policy.module.parameters()])
-    made = update(
-        policy, optimizer, make_corrector(config.corrector), batch, logp_proximal_BT=None, config=config, lr=1.0
-    )
+    made = update(policy, optimizer, make_corrector(config.corrector), mini(batch), config=config, lr=1.0)
     after = torch.cat([p.detach().flatten() for p in policy.module.parameters()])
     assert made.metrics["optim/grad_norm"] > 0.01, "the norm before clipping is reported"
     assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
@@ -68,12 +84,76 @@ def test_gradients_that_are_not_finite_leave_everything_alone(bad):
     advantage = batch.advantage_BT.clone()
     advantage[0, 0] = bad
     made = update(
-        policy, optimizer, make_corrector(config.corrector), replace(batch, advantage_BT=advantage),
-        logp_proximal_BT=None, config=config, lr=0.1,
+        policy, optimizer, make_corrector(config.corrector), mini(replace(batch, advantage_BT=advantage)),
+        config=config, lr=0.1,
     )  # fmt: skip
     assert not made.stepped
     assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
     assert optimizer.state_dict()["state"] == {}
+
+
+def test_the_step_is_scaled_by_the_corrector_and_the_rate_comes_back():
+    """VCPO: a quarter of the effective samples makes half the step ("sqrt")."""
+    config = LoopConfig(corrector=CorrectorConfig(name="vcpo", baseline="given"))
+    policy, optimizer, batch = make(config)
+    learner = evaluate_logp(policy, batch, config)
+    shift = torch.zeros_like(learner)
+    shift[0, 0] = -8.0  # one sequence has all the weight: ESS / B = 1 / 11
+    far = replace(batch, logp_behaviour_BT=learner + shift)
+    made = update(policy, optimizer, make_corrector(config.corrector), mini(far), config=config, lr=0.1)
+    assert made.metrics["optim/lr"] == pytest.approx(0.1 * math.sqrt(1 / 11), rel=0.02)
+    made = update(policy, optimizer, make_corrector(CorrectorConfig()), mini(batch), config=config, lr=0.1)
+    assert made.metrics["optim/lr"] == 0.1
+
+
+def test_gradient_norms_are_those_of_each_trajectory():
+    """Against the plain way: the whole batch's graph, one row at a time."""
+    config = LoopConfig()
+    policy, _, batch = make(config)
+    norms = gradient_norms(policy, batch, config)
+    logp = policy.logp(batch, temperature=config.rollout.temperature)
+    parameters = list(policy.module.parameters())
+    for b in range(batch.num_sequences):
+        total = (logp[b] * batch.mask_BT[b]).sum()
+        gradients = torch.autograd.grad(total, parameters, retain_graph=True, allow_unused=True)
+        expected = math.sqrt(sum(float(g.square().sum()) for g in gradients if g is not None))
+        assert float(norms[b]) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert len(norms) == 11
+    empty = replace(batch, mask_BT=batch.mask_BT & (torch.arange(11) != 3)[:, None])
+    assert gradient_norms(policy, empty, config)[3] == 0
+
+
+def test_sources_are_the_recorded_log_probs_where_a_policy_drew_and_evaluated_ones_elsewhere():
+    config = LoopConfig(learner=LearnerConfig(micro_groups=1))
+    policy, _, batch = make(config)
+    source = [7 if g == 0 else 5 for g in batch.group_B.tolist()]
+    shown = []
+
+    @contextmanager
+    def presented(number):
+        shown.append(number)
+        with torch.no_grad():
+            for p in policy.module.parameters():
+                p.mul_(1 + 0.01 * number)
+        yield
+        with torch.no_grad():
+            for p in policy.module.parameters():
+                p.div_(1 + 0.01 * number)
+
+    logp, log_share = source_logps(policy, batch, source, presented, config)
+    assert shown == [7, 5], "newest first"
+    assert log_share[0].exp().tolist() == pytest.approx([source.count(7) / 11, source.count(5) / 11])
+    own = torch.tensor([[0 if s == 7 else 1] for s in source])
+    picked = logp.gather(2, own[:, :, None].expand(-1, logp.shape[1], 1)).squeeze(2)
+    assert torch.equal(picked, batch.logp_behaviour_BT)
+    with presented(5):
+        of_five = evaluate_logp(policy, batch, config)
+    rows = torch.tensor([s == 7 for s in source])
+    assert torch.allclose(logp[rows][:, :, 1], of_five[rows], atol=1e-5)
+    alone, share = source_logps(policy, batch, [3] * 11, presented, config)
+    assert torch.equal(alone[:, :, 0], batch.logp_behaviour_BT)
+    assert float(share[0]) == 0.0
+    assert shown == [7, 5, 5], "one policy needs no pass"
 
 
 def test_an_empty_completion_takes_part_without_effect():
@@ -82,9 +162,7 @@ def test_an_empty_completion_takes_part_without_effect():
     empty = batch.mask_BT.clone()
     empty[2] = False
     batch = replace(batch, mask_BT=empty, advantage_BT=batch.advantage_BT * empty)
-    made = update(
-        policy, optimizer, make_corrector(config.corrector), batch, logp_proximal_BT=None, config=config, lr=0.1
-    )
+    made = update(policy, optimizer, make_corrector(config.corrector), mini(batch), config=config, lr=0.1)
     assert made.stepped
     assert all(torch.isfinite(p).all() for p in policy.module.parameters())
     assert all(math.isfinite(v) for v in made.metrics.values())
@@ -111,7 +189,7 @@ def test_the_stale_probe_measures_the_weights_of_dispatch_time():
     learner = policy.logp(batch, temperature=1.0).detach()
     batch = replace(batch, logp_behaviour_BT=learner)  # as if a perfect forecast had drawn it
     stamp = PolicyStamp(base_version=0, target_version=1, rule="copy", coefficients=(1.0,))
-    measured = stale_probe(policy, forecaster, batch, learner, stamp, 1.0, config)
+    measured = stale_probe(policy, forecaster, mini(batch), learner, stamp, 1.0, config)
     mask, ratio = batch.mask_BT, learner - stale
     assert measured["policy/kl_probe_nats"] == 0.0
     expected = (torch.expm1(ratio) - ratio)[mask].mean()
@@ -120,7 +198,7 @@ def test_the_stale_probe_measures_the_weights_of_dispatch_time():
     assert 0 < measured["policy/ess_stale_fraction"] < 1
     assert forecaster.state.evidence.num_probes == 1
     off = LoopConfig(learner=LearnerConfig(probe_fraction=0.0))
-    assert stale_probe(policy, forecaster, batch, learner, stamp, 1.0, off) == {}
+    assert stale_probe(policy, forecaster, mini(batch), learner, stamp, 1.0, off) == {}
 
 
 def test_probes_visit_every_group_in_turn():

@@ -1,4 +1,7 @@
-"""Statistics of a whole batch that some correctors are tuned to. All without gradient, on masked inputs."""
+"""Statistics of a whole batch that some correctors are tuned to. All without gradient, on masked inputs.
+
+What changes from batch to batch reaches the parts as tensors, so that a compiled corrector is compiled once.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def second_moment(numerator: LogpFunction, denominator: LogpFunction, threshold:
 
     def adapt(inputs: LossInputs) -> Adaptation:
         square_BT = (numerator(inputs) - denominator(inputs)).square()
-        limit = second_moment_limit(square_BT[inputs.mask_BT], threshold)
+        limit = square_BT.new_tensor(second_moment_limit(square_BT[inputs.mask_BT], threshold))
         return Adaptation(treatments=(below_second_moment(numerator, denominator, limit),))
 
     return adapt
@@ -115,7 +118,8 @@ def balanced_clip(
             upper=upper,
             step=step,
         )
-        return Adaptation(surrogate=clipped(ratio, low, high, dual_clip=dual_clip))
+        bounds = inputs.advantage_BT.new_tensor([low, high])
+        return Adaptation(surrogate=clipped(ratio, bounds[0], bounds[1], dual_clip=dual_clip))
 
     return adapt
 
@@ -207,7 +211,7 @@ def normalised_weight(
         weight = weight_of(numerator(inputs), denominator(inputs), inputs.mask_BT, level).clamp(floor, cap)
         counted = inputs.mask_BT if level == "token" else inputs.mask_BT.any(dim=1, keepdim=True)
         mean = float(weight[counted].double().mean()) if bool(counted.any()) else 1.0
-        scale = 1 / max(mean, 1e-8)
+        scale = weight.new_tensor(1 / max(mean, 1e-8))
         return Adaptation(
             treatments=(importance_weight(numerator, denominator, level=level, floor=floor, cap=cap, scale=scale),)
         )

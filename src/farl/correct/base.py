@@ -92,8 +92,8 @@ class LossOutput:
         token_loss_BT: to be minimised; float32 or better, 0 outside the mask. Includes the penalty.
         keep_BT: bool, the mask without the tokens that were dropped.
         clipped_BT: bool, kept tokens whose gradient a clip has stopped.
-        weight_BT: detached factor that multiplies `advantage * grad logp` of a token that is not clipped; 0
-            where dropped.
+        factor_BT: detached factor that multiplies `advantage * grad logp` of a token that is kept and not clipped;
+            arbitrary elsewhere, `weight_BT` is the same with 0 where dropped.
         penalty_BT: the part of the loss that does not come from the advantage (a pull towards a policy), which
             dropped tokens have too; None for correctors without one.
     """
@@ -101,15 +101,21 @@ class LossOutput:
     token_loss_BT: Tensor
     keep_BT: Tensor
     clipped_BT: Tensor
-    weight_BT: Tensor
+    factor_BT: Tensor
     penalty_BT: Tensor | None = None
+
+    @property
+    def weight_BT(self) -> Tensor:
+        """What `advantage * grad logp` of each token was multiplied by; 0 where dropped. Computed on demand."""
+        return torch.where(self.keep_BT, self.factor_BT, 0.0)
 
 
 @dataclass(frozen=True)
 class Surrogate:
     """Per-token loss before weighting, where a clip stopped the gradient, and the detached factor of A grad logp.
 
-    `penalty_BT` is the part of a regularised loss that no weight and no mask touches.
+    Inputs are 0 at padding, advantages too; loss and penalty must be 0 there. `penalty_BT` is the part of a regularised
+    loss that no weight and no treatment touches.
     """
 
     loss_BT: Tensor
@@ -174,6 +180,8 @@ class Corrector:
         horizon: H of the reduction that divides by a fixed length.
         adapt: for correctors tuned to each batch: from the whole batch, masked and without gradient, to the
             parts that replace or follow those above.
+        reads_behaviour: False for correctors that take the samples as they are; the behaviour log-probs may then hold
+            anything.
         on_policy_scale: where learner and behaviour are the same policy the gradient is this times the plain policy
             gradient.
         exempt: conformance laws (`farl.testing`) that do not apply, each with the reason.
@@ -187,6 +195,7 @@ class Corrector:
     denominator_rule: Denominator = "original"
     horizon: int | None = None
     adapt: Callable[[LossInputs], Adaptation] | None = None
+    reads_behaviour: bool = True
     on_policy_scale: float = 1.0
     exempt: tuple[tuple[str, str], ...] = ()
 
@@ -209,7 +218,7 @@ class Corrector:
             ConfigError: if something in `needs` is missing.
         """
         check_inputs(inputs, self.needs)
-        safe = mask_out(inputs)
+        safe = mask_out(inputs, self.needs, reads_behaviour=self.reads_behaviour)
         adaptation = context.adaptation if context is not None else None
         if adaptation is None and self.adapt is not None:
             adaptation = self._adapted(safe)
@@ -224,27 +233,27 @@ class Corrector:
         if adaptation is not None:
             surrogate_of, treatments = adaptation.surrogate or surrogate_of, treatments + adaptation.treatments
         surrogate = surrogate_of(safe)
-        keep_BT, weight_BT = safe.mask_BT, None
+        weight_BT = stay_BT = None
         for treatment in treatments:
             treated = treatment(safe)
             if treated.weight_BT is not None:
                 weight_BT = treated.weight_BT if weight_BT is None else weight_BT * treated.weight_BT
             if treated.keep_BT is not None:
-                keep_BT = keep_BT & treated.keep_BT
-        loss_BT, factor_BT = surrogate.loss_BT, surrogate.factor_BT
+                stay_BT = treated.keep_BT if stay_BT is None else stay_BT & treated.keep_BT
+        loss_BT, factor_BT, keep_BT = surrogate.loss_BT, surrogate.factor_BT, safe.mask_BT
         if weight_BT is not None:
             loss_BT, factor_BT = loss_BT * weight_BT, factor_BT * weight_BT
-        loss_BT = torch.where(keep_BT, loss_BT, 0.0)
-        penalty_BT = surrogate.penalty_BT
-        if penalty_BT is not None:
-            penalty_BT = torch.where(safe.mask_BT, penalty_BT, 0.0)
-            loss_BT = loss_BT + penalty_BT
+        if stay_BT is not None:
+            keep_BT = keep_BT & stay_BT
+            loss_BT = torch.where(keep_BT, loss_BT, 0.0)
+        if surrogate.penalty_BT is not None:
+            loss_BT = loss_BT + surrogate.penalty_BT
         return LossOutput(
             token_loss_BT=loss_BT,
             keep_BT=keep_BT,
             clipped_BT=surrogate.clipped_BT & keep_BT,
-            weight_BT=torch.where(keep_BT, factor_BT, 0.0),
-            penalty_BT=penalty_BT,
+            factor_BT=factor_BT,
+            penalty_BT=surrogate.penalty_BT,
         )
 
     @torch.no_grad()
@@ -257,7 +266,7 @@ class Corrector:
         if Need.BATCH_STATISTICS not in self.needs:
             return None
         check_inputs(inputs, self.needs)
-        safe = mask_out(inputs)
+        safe = mask_out(inputs, self.needs, reads_behaviour=self.reads_behaviour)
         adaptation = None if self.adapt is None else self._adapted(safe)
         kept = self.denominator_rule == "kept"
         return BatchContext(adaptation=adaptation, keep_BT=self._combine(safe, adaptation).keep_BT if kept else None)
@@ -330,31 +339,39 @@ def check_inputs(inputs: LossInputs, needs: frozenset[Need]) -> None:
 _FIELDS = tuple(f.name for f in fields(LossInputs))
 
 
-def mask_out(inputs: LossInputs) -> LossInputs:
-    """Float32 or better, 0 wherever the mask is False, no gradient but the learner's; odd log-probs leave the mask."""
-    mask_BT = inputs.mask_BT & torch.isfinite(inputs.logp_behaviour_BT)
-    if inputs.logp_proximal_BT is not None:
-        mask_BT = mask_BT & torch.isfinite(inputs.logp_proximal_BT)
-    if inputs.logp_sources_BTK is not None:
-        mask_BT = mask_BT & torch.isfinite(inputs.logp_sources_BTK).all(dim=-1)
+def mask_out(inputs: LossInputs, needs: frozenset[Need], *, reads_behaviour: bool = True) -> LossInputs:
+    """Float32 or better, 0 wherever the mask is False, no gradient but the learner's; odd log-probs leave the mask.
+
+    What is not needed is None, so that no corrector can read what it has not listed.
+    """
+    mask_BT = inputs.mask_BT
+    if reads_behaviour:
+        mask_BT = mask_BT & _finite(inputs.logp_behaviour_BT)
+    if inputs.logp_proximal_BT is not None and Need.PROXIMAL in needs:
+        mask_BT = mask_BT & _finite(inputs.logp_proximal_BT)
+    if inputs.logp_sources_BTK is not None and Need.SOURCES in needs:
+        mask_BT = mask_BT & _finite(inputs.logp_sources_BTK).all(dim=-1)
 
     def safe(value_BT: Tensor) -> Tensor:
         wide_BT = value_BT if value_BT.dtype == torch.float64 else value_BT.float()
         return torch.where(mask_BT if wide_BT.ndim == 2 else mask_BT.unsqueeze(-1), wide_BT, 0.0)
 
-    def detached(value_BT: Tensor | None) -> Tensor | None:
-        return None if value_BT is None else safe(value_BT.detach())
-
-    return replace(
-        inputs,
+    found: dict[str, Any] = {}
+    for need, name in FIELD_OF_NEED.items():
+        value = getattr(inputs, name) if need in needs else None
+        if value is not None and name not in _INTEGER_FIELDS:
+            value = safe(value.detach()) if value.ndim > 1 else value.detach()
+        found[name] = value
+    return LossInputs(
         mask_BT=mask_BT,
         logp_learner_BT=safe(inputs.logp_learner_BT),
-        logp_behaviour_BT=safe(inputs.logp_behaviour_BT.detach()),
+        logp_behaviour_BT=safe(inputs.logp_behaviour_BT.detach()) if reads_behaviour else inputs.logp_behaviour_BT,
         advantage_BT=safe(inputs.advantage_BT.detach()),
-        logp_proximal_BT=detached(inputs.logp_proximal_BT),
-        logp_reference_BT=detached(inputs.logp_reference_BT),
-        logp_sources_BTK=detached(inputs.logp_sources_BTK),
-        reward_B=None if inputs.reward_B is None else inputs.reward_B.detach(),
-        gradient_norm_B=None if inputs.gradient_norm_B is None else inputs.gradient_norm_B.detach(),
-        log_share_BK=None if inputs.log_share_BK is None else inputs.log_share_BK.detach(),
+        log_share_BK=inputs.log_share_BK.detach() if found["logp_sources_BTK"] is not None else None,  # type: ignore[union-attr]
+        **found,
     )
+
+
+def _finite(value: Tensor) -> Tensor:
+    """`torch.isfinite` at half its cost."""
+    return value.abs() < float("inf")

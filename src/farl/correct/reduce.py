@@ -30,7 +30,7 @@ def count_units(mask_BT: Tensor, reduction: Reduction, horizon: int | None) -> f
     """
     if reduction == "token_mean":
         return max(float(mask_BT.sum()), 1.0)
-    count = max(float(mask_BT.any(dim=1).sum()), 1.0)
+    count = max(float((mask_BT.sum(dim=1) > 0).sum()), 1.0)
     return count * (horizon or mask_BT.shape[1]) if reduction == "sequence_mean_token_sum_norm" else count
 
 

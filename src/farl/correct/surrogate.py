@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from farl.correct.base import LossInputs, Surrogate, SurrogateFunction
 from farl.correct.ratio import LogpFunction, RatioFunction, lengths, log_ratio
@@ -41,8 +42,8 @@ def importance(ratio: RatioFunction) -> SurrogateFunction:
 
 def clipped(
     ratio: RatioFunction,
-    lower: float,
-    upper: float,
+    lower: Tensor | float,
+    upper: Tensor | float,
     *,
     dual_clip: float | None = None,
     ratio_cap: float | None = None,
@@ -58,8 +59,8 @@ def clipped(
 
     Args:
         ratio: differentiable.
-        lower: bound of the ratio, `1 - clip_low` in the papers.
-        upper: bound of the ratio, `1 + clip_high` in the papers.
+        lower: bound of the ratio, `1 - clip_low` in the papers; a tensor if it changes from batch to batch.
+        upper: bound of the ratio, `1 + clip_high` in the papers; both of one kind.
         dual_clip: c > 1, or None.
         ratio_cap: d > upper, or None.
 
@@ -70,7 +71,7 @@ def clipped(
     def surrogate(inputs: LossInputs) -> Surrogate:
         ratio_BT = ratio(inputs)
         cost_BT = -inputs.advantage_BT
-        bound_BT = cost_BT * ratio_BT.detach().clamp(lower, upper)
+        bound_BT = cost_BT * torch.clamp(ratio_BT.detach(), lower, upper)  # type: ignore[arg-type]
         loss_BT = cost_BT * ratio_BT
         clipped_BT = bound_BT > loss_BT
         loss_BT = torch.where(clipped_BT, bound_BT, loss_BT)
@@ -98,13 +99,15 @@ def smooth_gate(ratio: RatioFunction, tau_positive: float, tau_negative: float) 
 
     def surrogate(inputs: LossInputs) -> Surrogate:
         ratio_BT = ratio(inputs)
-        tau_BT = torch.where(inputs.advantage_BT > 0, ratio_BT.new_tensor(tau_positive), tau_negative)
+        # 1 where A > 0, else 0: arithmetic, because selecting by a bool tensor costs five times as much on a CPU
+        positive_BT = torch.sign(inputs.advantage_BT).clamp(min=0)
+        tau_BT = tau_negative + (tau_positive - tau_negative) * positive_BT
         gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
-        own_BT, own_ratio_BT = gate_BT.detach(), ratio_BT.detach()
+        own_BT = gate_BT.detach()
         return Surrogate(
-            -inputs.advantage_BT * gate_BT * (4 / tau_BT),
+            gate_BT * (inputs.advantage_BT * (-4 / tau_BT)),
             torch.zeros_like(inputs.mask_BT),
-            4 * own_BT * (1 - own_BT) * own_ratio_BT,
+            4 * (own_BT - own_BT * own_BT) * ratio_BT.detach(),
         )
 
     return surrogate
@@ -172,7 +175,7 @@ def mirror_descent(anchor: LogpFunction, tau: float) -> SurrogateFunction:
         log_BT = inputs.logp_learner_BT - anchor(inputs)
         length_B1 = lengths(inputs.mask_BT)
         total_B1 = log_BT.sum(dim=1, keepdim=True)
-        penalty_BT = ((tau * total_B1) ** 2 + inputs.advantage_BT**2) / length_B1
+        penalty_BT = inputs.mask_BT * ((tau * total_B1) ** 2 + inputs.advantage_BT**2) / length_B1
         factor_BT = torch.full_like(inputs.advantage_BT, 2 * tau)
         return Surrogate(
             -2 * tau * inputs.advantage_BT * log_BT, torch.zeros_like(inputs.mask_BT), factor_BT, penalty_BT
@@ -190,13 +193,14 @@ def pulled(base: SurrogateFunction, anchor: LogpFunction, coefficient: float) ->
 
     def surrogate(inputs: LossInputs) -> Surrogate:
         plain = base(inputs)
-        penalty_BT = coefficient * (inputs.logp_learner_BT - anchor(inputs)) ** 2
+        log_BT = inputs.logp_learner_BT - anchor(inputs)
+        penalty_BT = coefficient * log_BT * log_BT
         return Surrogate(plain.loss_BT, plain.clipped_BT, plain.factor_BT, penalty_BT)
 
     return surrogate
 
 
-def with_advantage(base: SurrogateFunction, baseline_P: torch.Tensor, scale_P: torch.Tensor) -> SurrogateFunction:
+def with_advantage(base: SurrogateFunction, baseline_P: Tensor, scale_P: Tensor) -> SurrogateFunction:
     """The base surrogate on `(reward - baseline) / scale` of each sequence's group.
 
     Sequences whose given advantages are all 0 (groups that were left out) stay out.

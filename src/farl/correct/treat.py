@@ -26,7 +26,7 @@ def importance_weight(
     action: Literal["clamp", "mask"] = "clamp",
     survivor: Survivor = "unit",
     inverse: bool = False,
-    scale: float = 1.0,
+    scale: Tensor | None = None,
 ) -> TreatmentFunction:
     """Weight by `x = numerator / denominator` of a unit, kept in a band.
 
@@ -42,7 +42,7 @@ def importance_weight(
         action: what happens outside the band.
         survivor: weight inside the band: x itself, the token's own ratio, or 1.
         inverse: the band is one of `denominator / numerator`.
-        scale: factor of every weight.
+        scale: factor of every weight, or None.
     """
 
     def treatment(inputs: LossInputs) -> Treatment:
@@ -59,7 +59,7 @@ def importance_weight(
                 weight = weight_of(above_BT, below_BT, inputs.mask_BT, "token")
         if survivor == "one":
             return Treatment(None, keep)
-        return Treatment(weight if scale == 1.0 else weight * scale, keep)
+        return Treatment(weight if scale is None else weight * scale, keep)
 
     return treatment
 
@@ -178,7 +178,7 @@ def tapered_weight(
     return treatment
 
 
-def below_second_moment(numerator: LogpFunction, denominator: LogpFunction, limit: float) -> TreatmentFunction:
+def below_second_moment(numerator: LogpFunction, denominator: LogpFunction, limit: Tensor) -> TreatmentFunction:
     """Drops tokens whose squared log-ratio is above a limit; see `adapt.second_moment_limit`."""
 
     def treatment(inputs: LossInputs) -> Treatment:

@@ -43,7 +43,13 @@ def none(
     """
     check.one_of("form", form, ("ratio", "score"))
     return Corrector(
-        name="none", needs=frozenset(), surrogate=policy_gradient(form), reduction=reduction, horizon=horizon
+        name="none",
+        needs=frozenset(),
+        surrogate=policy_gradient(form),
+        reduction=reduction,
+        horizon=horizon,
+        reads_behaviour=False,
+        exempt=(("lost_log_probs", "never reads a behaviour log-prob, so that none can be lost"),),
     )
 
 

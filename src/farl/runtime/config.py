@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from farl.core.types import DTYPES
-from farl.correct import CorrectorConfig
+from farl.correct import CorrectorConfig, Need, make_corrector
 from farl.errors import ConfigError
 from farl.forecast import ForecastConfig
 
@@ -189,6 +189,34 @@ class LearnerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayConfig:
+    """Whether earlier samples are used again beside the fresh ones, and which.
+
+    Attributes:
+        policies: K, behaviour policies in use, the newest included; 0 or 1 turns replay off. None is 4 with the
+            corrector `matched_replay` and 0 with any other.
+        fraction: replayed groups for each fresh group, at most.
+        min_ess_fraction: a policy is used while the importance weights of its tokens keep this share of their number
+            as effective sample size.
+        max_weight_variance: a group is used while the mean of (learner / behaviour - 1)^2 over its tokens is below.
+    """
+
+    policies: int | None = None
+    fraction: float = 0.5
+    min_ess_fraction: float = 0.5
+    max_weight_variance: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.policies is not None:
+            _at_least("replay", "policies", self.policies, 0)
+        for name in ("fraction", "min_ess_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(f"replay.{name}={getattr(self, name)}: must be in (0, 1]")
+        if not self.max_weight_variance > 0:
+            raise ConfigError(f"replay.max_weight_variance={self.max_weight_variance}: must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordConfig:
     """What is kept of a run.
 
@@ -214,6 +242,10 @@ class RecordConfig:
         _at_least("record", "keep_checkpoints", self.keep_checkpoints, 1)
 
 
+_REPLAY_POLICIES = 4
+"""K where the corrector asks for replay and the config does not say."""
+
+
 def _at_least(section: str, name: str, value: float, minimum: int, why: str = "") -> None:
     if value < minimum:
         raise ConfigError(f"{section}.{name}={value}: must be {minimum} or more{'; ' + why if why else ''}")
@@ -229,6 +261,7 @@ class LoopConfig:
         pipeline: lag, launcher and workers.
         forecast: the forecaster; its `max_horizon` is raised to what the pipeline needs.
         corrector: the off-policy corrector.
+        replay: use of earlier samples.
         optimizer: the learner's optimizer.
         learner: batches, advantages, probe.
         record: evaluation, checkpoints, logs.
@@ -239,6 +272,7 @@ class LoopConfig:
     pipeline: AsyncConfig = field(default_factory=AsyncConfig)
     forecast: ForecastConfig = field(default_factory=ForecastConfig)
     corrector: CorrectorConfig = field(default_factory=CorrectorConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     record: RecordConfig = field(default_factory=RecordConfig)
@@ -257,6 +291,27 @@ class LoopConfig:
                 "corrector.anchor='proximal': with pipeline.updates_per_batch=1 the proximal policy is the learner "
                 "itself and nothing is ever clipped; anchor at 'behaviour', or make several updates from a batch"
             )
+
+        if Need.REFERENCE in make_corrector(self.corrector).needs:
+            raise ConfigError(
+                f"corrector={self.corrector.name!r}: needs reference log-probs, and the loop keeps no reference policy"
+            )
+        if self._mixes and self.num_replay_policies < 2:
+            raise ConfigError(
+                f"replay.policies={self.replay.policies}: corrector.name='matched_replay' weights by a mixture of "
+                "policies and needs 2 or more; for one policy use 'tis' with base='policy_gradient'"
+            )
+
+    @property
+    def _mixes(self) -> bool:
+        return self.corrector.name == "matched_replay" and not self.corrector.import_from
+
+    @property
+    def num_replay_policies(self) -> int:
+        """K, behaviour policies in use; 0 or 1 without replay."""
+        if self.replay.policies is None:
+            return _REPLAY_POLICIES if self._mixes else 0
+        return self.replay.policies
 
     @property
     def groups_per_update(self) -> int:

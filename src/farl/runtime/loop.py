@@ -18,20 +18,18 @@ from typing import Any
 import torch
 
 from farl.core.protocols import Policy, Sampler, Task, Tokenizer, Transport
-from farl.core.types import Group, TrainBatch
-from farl.correct import Need, make_corrector
+from farl.core.types import Group
 from farl.errors import FarlError, TaskError
 from farl.forecast import Forecaster
-from farl.runtime.advantage import group_advantages
-from farl.runtime.batch import make_batch
 from farl.runtime.buffer import GroupBuffer
 from farl.runtime.config import LoopConfig
+from farl.runtime.consume import Consumer
 from farl.runtime.evaluate import evaluate
 from farl.runtime.pool import RolloutPool
 from farl.runtime.publish import Publisher
 from farl.runtime.records import JsonlWriter, Listener
 from farl.runtime.state import CheckpointStore, flatten_optimizer, restore_optimizer
-from farl.runtime.step import SkipCounter, evaluate_logp, make_optimizer, stale_probe, update
+from farl.runtime.step import SkipCounter, make_optimizer
 from farl.runtime.summary import Summary, summarise
 from farl.runtime.timing import Timeline
 
@@ -71,7 +69,6 @@ class Trainer:
         self.config, self.parts = config, parts
         self._config_hash = config_hash
         self._stop = stop or threading.Event()
-        self.corrector = make_corrector(config.corrector)
         self.optimizer = make_optimizer(parts.policy, config.optimizer)
         self.forecaster = Forecaster(
             parts.policy.module.named_parameters(), self.optimizer, config=config.forecast_for_pipeline
@@ -81,6 +78,15 @@ class Trainer:
         self.store = CheckpointStore(parts.folder / "checkpoints", keep=config.record.keep_checkpoints)
         self.timeline = Timeline()
         self.skips = SkipCounter(config.optimizer.max_skipped)
+        self.consumer = Consumer(
+            policy=parts.policy,
+            pad_id=parts.pad_id,
+            optimizer=self.optimizer,
+            forecaster=self.forecaster,
+            publisher=self.publisher,
+            skips=self.skips,
+            config=config,
+        )
         self.history: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self._next_batch = 0
@@ -164,99 +170,25 @@ class Trainer:
                     self.buffer.add(group)
 
     def _consume(self, groups: list[Group]) -> None:
-        """Makes M updates from one batch."""
-        config, batch_index = self.config, self._next_batch
+        """Makes M updates from one batch, recording each."""
+        waited_from_s = self.timeline.train[-1][1] if self.timeline.train else None
         begin_s = time.monotonic()
-        waited_s = begin_s - (self.timeline.train[-1][1] if self.timeline.train else begin_s)
-        advantage_B, num_equal, num_failed = group_advantages(
-            groups, divide_by_std=config.learner.advantage == "group_std"
-        )
-        self._failed_batches = self._failed_batches + 1 if num_failed == len(groups) else 0
-        shared = self._batch_metrics(groups, num_equal, num_failed) | {"time/wait_s": waited_s}
-        updates = config.pipeline.updates_per_batch
-        proximal_BT = None
-        if updates > 1 and Need.PROXIMAL in self.corrector.needs:
-            whole = make_batch(groups, advantage_B, version=self.version, pad_id=self.parts.pad_id)
-            proximal_BT = evaluate_logp(self.parts.policy, whole, config)
-        sizes = [len(g.rollouts) for g in groups]
-        damping = self.publisher.damping_of(batch_index)
-        for i in range(updates):
-            first, last = i * config.groups_per_update, (i + 1) * config.groups_per_update
-            rows = slice(sum(sizes[:first]), sum(sizes[:last]))
-            mini = make_batch(groups[first:last], advantage_B[rows], version=self.version, pad_id=self.parts.pad_id)
-            width = mini.mask_BT.shape[1]
-            anchor_BT = None if proximal_BT is None else proximal_BT[rows, :width]
-            self._update(mini, groups[first], anchor_BT, damping, shared)
+        waited_s = 0.0 if waited_from_s is None else begin_s - waited_from_s
+        damping = self.publisher.damping_of(self._next_batch)
+        for metrics in self.consumer.consume(groups, batch=self._next_batch, damping=damping):
+            metrics |= {
+                "time/wait_s": waited_s,
+                "optim/num_skipped": self.skips.total,
+                "worker/num_restarts": self.parts.pool.num_restarts,
+            }
+            self.timeline.train.append((time.monotonic() - metrics["time/train_s"], time.monotonic()))
+            metrics = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
+            self.history.append(metrics)
+            for listener in self.parts.listeners:
+                listener.on_update(metrics)
+        self._failed_batches = self._failed_batches + 1 if all(g.num_reward_errors for g in groups) else 0
         self._write_samples(groups)
         self._next_batch += 1
-
-    def _update(
-        self,
-        mini: TrainBatch,
-        group: Group,
-        proximal_BT: torch.Tensor | None,
-        damping: float,
-        shared: dict[str, Any],
-    ) -> None:
-        start_s = time.monotonic()
-        config, stamp = self.config, group.rollouts[0].stamp
-        before = self.version
-        probe_metrics: dict[str, float] = {}
-
-        def probe(logp_learner_BT: torch.Tensor) -> None:
-            probe_metrics.update(
-                stale_probe(self.parts.policy, self.forecaster, mini, logp_learner_BT, stamp, damping, config)
-            )
-
-        result = update(
-            self.parts.policy,
-            self.optimizer,
-            self.corrector,
-            mini,
-            logp_proximal_BT=proximal_BT,
-            config=config,
-            lr=config.optimizer.lr_at(before),
-            before_step=probe,
-        )
-        self.skips.note(result.stepped)
-        scored: dict[str, Any] = {}
-        if result.stepped:
-            self.publisher.settle()
-            observation = self.forecaster.observe()
-            assert observation is not None
-            scored["forecast/displacement_norm"] = observation.displacement
-            if observation.scored:
-                scored["forecast/error_ratio"] = observation.scored[-1].error_ratio
-        end_s = time.monotonic()
-        self.timeline.train.append((start_s, end_s))
-        metrics = {
-            "update": self.version,
-            "batch": self._next_batch,
-            **shared,
-            **result.metrics,
-            **probe_metrics,
-            **scored,
-            "forecast/rule": stamp.rule,
-            "forecast/damping": damping,
-            "forecast/horizon_versions": stamp.horizon,
-            "optim/num_skipped": self.skips.total,
-            "worker/num_restarts": self.parts.pool.num_restarts,
-            "time/train_s": end_s - start_s,
-        }
-        metrics = {k: v for k, v in metrics.items() if not isinstance(v, float) or math.isfinite(v)}
-        self.history.append(metrics)
-        for listener in self.parts.listeners:
-            listener.on_update(metrics)
-
-    def _batch_metrics(self, groups: list[Group], num_equal: int, num_failed: int) -> dict[str, Any]:
-        rollouts = [r for g in groups for r in g.rollouts]
-        return {
-            "reward/mean": sum(r.reward for r in rollouts) / len(rollouts),
-            "reward/equal_group_fraction": num_equal / len(groups),
-            "reward/num_failed_groups": num_failed,
-            "rollout/length_mean_tokens": sum(len(r.ids) for r in rollouts) / len(rollouts),
-            "rollout/finished_fraction": sum(r.finished for r in rollouts) / len(rollouts),
-        }
 
     def _refuse_failures(self) -> None:
         """Ends a run that does nothing but skip or fail; at a boundary, so that it can be resumed once mended."""
@@ -343,6 +275,7 @@ class Trainer:
             "forecaster": forecaster["record"],
             "publisher": publisher_record,
             "buffer": self.buffer.to_json(),
+            "replay": self.consumer.replay.to_json(),
             "evaluations": self.evaluations,
             "history": self.history,
         }
@@ -372,6 +305,7 @@ class Trainer:
         self._elapsed_s = loop["elapsed_s"]
         self.skips.total = loop["num_skipped"]
         self.buffer.restore(records["buffer"])
+        self.consumer.replay.restore(records["replay"])
         self.evaluations, self.history = list(records["evaluations"]), list(records["history"])
         self._samples.drop_from("batch", self._next_batch)
         for listener in self.parts.listeners:

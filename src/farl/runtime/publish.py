@@ -46,6 +46,8 @@ class Publisher:
         self._config = config
         self._open: dict[int, Publication] = {}
         self._batch_damping: dict[int, float] = {}
+        self._keeps = config.num_replay_policies > 1
+        self._kept: dict[int, dict[str, Tensor]] = {}
         self.next_batch = 0
         self._next_dispatch_id = 0
         beside = config.pipeline.launch == "local"
@@ -119,10 +121,28 @@ class Publisher:
         for number, publication in list(self._open.items()):
             if publication.dispatches.pop(dispatch_id, None) is not None:
                 if not publication.dispatches:
+                    if self._keeps:
+                        self._kept[number] = self._copy(publication)
                     self._transport.release(number)
                     del self._open[number]
                 return True
         return False
+
+    def _copy(self, publication: Publication) -> dict[str, Tensor]:
+        _, leaves = self._transport.receive(publication.descriptor)
+        return {name: leaf.clone() for name, leaf in leaves}
+
+    def forget_policies(self, before: int) -> None:
+        """Drops the kept weights of batches below a number."""
+        self._kept = {number: leaves for number, leaves in self._kept.items() if number >= before}
+
+    def served_weights(self, batch: int) -> NamedTensors:
+        """The weights that drew batch n, as they were on the wire; kept for replay only.
+
+        Raises:
+            KeyError: if they were not kept, or have been forgotten.
+        """
+        return self._kept[batch].items()
 
     def damping_of(self, batch: int) -> float:
         """Damping of the plan that drew batch n, 0 if it was held; forgotten once asked."""
@@ -137,12 +157,14 @@ class Publisher:
         self.settle()
         tensors: dict[str, dict[str, Tensor]] = {}
         for number, publication in self._open.items():
-            _, leaves = self._transport.receive(publication.descriptor)
-            tensors[f"publication_{number}"] = {name: leaf.clone() for name, leaf in leaves}
+            tensors[f"publication_{number}"] = self._copy(publication)
+        for number, kept in self._kept.items():
+            tensors[f"served_{number}"] = kept
         record = {
             "next_batch": self.next_batch,
             "next_dispatch_id": self._next_dispatch_id,
             "batch_damping": {str(n): d for n, d in self._batch_damping.items()},
+            "served": list(self._kept),
             "open": {str(n): [d.to_json() for d in p.dispatches.values()] for n, p in self._open.items()},
         }
         return tensors, record
@@ -152,6 +174,7 @@ class Publisher:
         self.next_batch = record["next_batch"]
         self._next_dispatch_id = record["next_dispatch_id"]
         self._batch_damping = {int(n): d for n, d in record["batch_damping"].items()}
+        self._kept = {n: {k: v.clone() for k, v in tensors[f"served_{n}"].items()} for n in record["served"]}
         for number, dispatches in record["open"].items():
             leaves = tensors[f"publication_{number}"].items()
             self._send(int(number), leaves, [Dispatch.from_json(d) for d in dispatches])

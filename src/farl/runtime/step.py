@@ -1,25 +1,26 @@
 """One learner update: corrected loss over micro-batches, optimizer step, and the stale probe.
 
-Suffixes: B sequences, T completion positions, P groups.
+Suffixes: B sequences, T completion positions.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from farl.core.logprobs import policy_distance
 from farl.core.protocols import Policy
-from farl.core.types import PolicyStamp, TrainBatch
-from farl.correct import Corrector, LossInputs, LossOutput, Need, diagnose
+from farl.core.types import PolicyStamp
+from farl.correct import Corrector, LossOutput, Need, diagnose
 from farl.errors import FarlError
 from farl.forecast import Forecaster
 from farl.runtime.config import LoopConfig, OptimizerConfig
+from farl.runtime.needs import Minibatch, evaluate_logp, gradient_norms, micro_slices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,44 +50,12 @@ def make_optimizer(policy: Policy, config: OptimizerConfig) -> torch.optim.Optim
     )
 
 
-def micro_slices(num_groups: int, micro_groups: int | None) -> Iterator[tuple[int, int]]:
-    """Contiguous group ranges of at most `micro_groups` groups."""
-    size = micro_groups or num_groups
-    for start in range(0, num_groups, size):
-        yield start, min(start + size, num_groups)
-
-
-@torch.no_grad()
-def evaluate_logp(policy: Policy, batch: TrainBatch, config: LoopConfig) -> Tensor:
-    """Log-probs of a batch under the policy's present weights, without gradient, float32 [B, T]."""
-    parts = [
-        policy.logp(batch.select_groups(a, b), temperature=config.rollout.temperature)
-        for a, b in micro_slices(batch.num_prompts, config.learner.micro_groups)
-    ]
-    return torch.cat(parts)
-
-
-def loss_inputs(batch: TrainBatch, logp_learner_BT: Tensor, logp_proximal_BT: Tensor | None) -> LossInputs:
-    """What a corrector sees of a batch."""
-    return LossInputs(
-        logp_learner_BT=logp_learner_BT,
-        logp_behaviour_BT=batch.logp_behaviour_BT,
-        logp_proximal_BT=logp_proximal_BT,
-        mask_BT=batch.mask_BT,
-        advantage_BT=batch.advantage_BT,
-        reward_B=batch.reward_B,
-        group_B=batch.group_B,
-        lag_BT=batch.lag_BT,
-    )
-
-
 def update(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
     corrector: Corrector,
-    batch: TrainBatch,
+    mini: Minibatch,
     *,
-    logp_proximal_BT: Tensor | None,
     config: LoopConfig,
     lr: float,
     before_step: Callable[[Tensor], None] | None = None,
@@ -97,24 +66,25 @@ def update(
         policy: the learner.
         optimizer: owns its parameters.
         corrector: turns log-probs and advantages into a loss.
-        batch: the minibatch.
-        logp_proximal_BT: log-probs under the weights at the start of the batch; None lets the learner's own
-            stand in, which is exact for the first update of a batch.
+        mini: the minibatch.
         config: temperature, micro-batches, clipping.
-        lr: learning rate of this step.
+        lr: learning rate of this step, before the corrector's own scale.
         before_step: called with the learner's log-probs while the weights are still those that made them.
 
     Returns:
         The outcome. Gradients that are not finite leave the weights, the optimizer and the version alone.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    batch = mini.batch
     optimizer.zero_grad(set_to_none=True)
+    norms_B = gradient_norms(policy, batch, config) if Need.GRADIENT_NORM in corrector.needs else None
+    known = mini.loss_inputs(batch.logp_behaviour_BT, gradient_norm_B=norms_B)
     context = None
     if Need.BATCH_STATISTICS in corrector.needs:
         before_BT = evaluate_logp(policy, batch, config)
-        proximal_BT = before_BT if logp_proximal_BT is None else logp_proximal_BT
-        context = corrector.prepare(loss_inputs(batch, before_BT, proximal_BT))
+        context = corrector.prepare(mini.loss_inputs(before_BT, gradient_norm_B=norms_B))
+    lr *= corrector.step_scale(context)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
     denominator = corrector.denominator(batch.mask_BT, context)
     outputs: list[LossOutput] = []
     logps: list[Tensor] = []
@@ -123,8 +93,10 @@ def update(
         rows_B = (batch.group_B >= start) & (batch.group_B < stop)
         micro = batch.select_groups(start, stop)
         logp_BT = policy.logp(micro, temperature=config.rollout.temperature)
-        anchor_BT = logp_BT.detach() if logp_proximal_BT is None else logp_proximal_BT[rows_B]
-        output = corrector(loss_inputs(micro, logp_BT, anchor_BT), context)
+        inputs = replace(known.select(rows_B), logp_learner_BT=logp_BT)
+        if mini.logp_proximal_BT is None:
+            inputs = replace(inputs, logp_proximal_BT=logp_BT.detach())
+        output = corrector(inputs, context)
         loss = corrector.aggregate(output, micro.mask_BT, denominator)
         loss.backward()  # type: ignore[no-untyped-call]
         loss_value += float(loss.detach())
@@ -137,9 +109,7 @@ def update(
         before_step(logp_learner_BT)
     if stepped:
         optimizer.step()
-    metrics = diagnose(
-        loss_inputs(batch, logp_learner_BT, None), _join(outputs), lag_BT=batch.lag_BT, miss_BT=batch.miss_BT
-    )
+    metrics = diagnose(mini.loss_inputs(logp_learner_BT), _join(outputs), lag_BT=batch.lag_BT, miss_BT=batch.miss_BT)
     metrics |= {"loss/value": loss_value, "optim/grad_norm": grad_norm, "optim/lr": lr}
     return Update(stepped=stepped, metrics=metrics)
 
@@ -157,7 +127,7 @@ def _join(outputs: list[LossOutput]) -> LossOutput:
         token_loss_BT=torch.cat([o.token_loss_BT.detach() for o in outputs]),
         keep_BT=torch.cat([o.keep_BT for o in outputs]),
         clipped_BT=torch.cat([o.clipped_BT for o in outputs]),
-        weight_BT=torch.cat([o.weight_BT for o in outputs]),
+        factor_BT=torch.cat([o.factor_BT.expand_as(o.keep_BT) for o in outputs]),
     )
 
 
@@ -171,7 +141,7 @@ def probe_groups(num_groups: int, fraction: float, version: int) -> tuple[int, i
 def stale_probe(
     policy: Policy,
     forecaster: Forecaster,
-    batch: TrainBatch,
+    mini: Minibatch,
     logp_learner_BT: Tensor,
     stamp: PolicyStamp,
     damping: float,
@@ -184,10 +154,10 @@ def stale_probe(
     Args:
         policy: the learner.
         forecaster: holds the displacements back to the dispatch.
-        batch: the minibatch.
+        mini: the minibatch; only its fresh groups are probed.
         logp_learner_BT: its log-probs under the learner before the step.
-        stamp: of the policy that drew it.
-        damping: of the plan that drew it.
+        stamp: of the policy that drew the fresh groups.
+        damping: of the plan that drew them.
         config: fraction of the groups to probe.
 
     Returns:
@@ -197,7 +167,8 @@ def stale_probe(
     if config.learner.probe_fraction == 0:
         return {}
     start_s = time.monotonic()
-    start, stop = probe_groups(batch.num_prompts, config.learner.probe_fraction, forecaster.version)
+    batch = mini.batch
+    start, stop = probe_groups(mini.num_fresh, config.learner.probe_fraction, forecaster.version)
     rows_B = (batch.group_B >= start) & (batch.group_B < stop)
     part = batch.select_groups(start, stop)
     learner_BT = logp_learner_BT[rows_B]
