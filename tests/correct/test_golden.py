@@ -65,8 +65,9 @@ def test_table_golden_file_sources_page_and_public_functions_name_the_same_set()
     table = set(CORRECTORS)
     assert {case["corrector"] for case in GOLDEN["cases"]} == table
     assert {name for name in table if callable(getattr(farl.correct, name, None))} == table
-    sources = (Path(__file__).parents[2] / "docs" / "sources.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", sources, flags=re.MULTILINE)) == table
+    for page in ("sources.md", "correctors.md"):
+        text = (Path(__file__).parents[2] / "docs" / page).read_text()
+        assert set(re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)) == table, page
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,32 @@ def test_table_golden_file_sources_page_and_public_functions_name_the_same_set()
         ({"name": "decoupled_ppo", "cap_action": "drop"}, "cap_action='drop': must be one of mask, clamp"),
         ({"name": "none", "reduction": "mean"}, "corrector.reduction='mean'"),
         ({"name": "none", "horizon": 0}, "horizon=0: must be 1 token or more"),
+        ({"name": "none", "horizon": 9}, "horizon=9: only with reduction='sequence_mean_token_sum_norm'"),
+        ({"name": "ppo", "ratio_cap": 0.9}, "ratio_cap=0.9: must be above 1"),
+        ({"name": "decoupled_ppo", "cap": -1.0}, "cap=-1.0: must be above 0"),
+        ({"name": "tis", "floor": -0.1}, "floor=-0.1: must be 0 or more"),
+        ({"name": "icepop", "floor": 6.0}, "floor=6.0, cap=5.0: floor must not be above cap"),
+        ({"name": "icepop", "cap": math.nan}, "cap=nan: must be above 0"),
+        ({"name": "cispo", "bounds": "absolute", "clip_high": 0.5}, "clip_high=0.5: must be 1.0 or more"),
+        ({"name": "gmpo", "log_cap": 0.0}, "log_cap=0.0: must be above 0"),
+        ({"name": "sapo", "tau_positive": -1.0}, "tau_positive=-1.0: must be above 0"),
+        ({"name": "m2po", "threshold": 0.0}, "threshold=0.0: must be above 0"),
+        ({"name": "dppo", "gap_low": -0.2}, "gap_low=-0.2: must be above 0"),
+        ({"name": "dppo", "ratio_cap": 3.0}, "ratio_cap=3.0: only with form='score'"),
+        ({"name": "dppo", "form": "score", "kl_penalty": 0.1}, "kl_penalty=0.1: only with form='ratio'"),
+        ({"name": "bapo", "lower_stop": 0.5}, "lower_stop=0.5: must be corrector.lower_start=0.6 or more"),
+        ({"name": "bapo", "upper_start": 0.9}, "upper_start=0.9: must be 1.0 or more"),
+        ({"name": "bapo", "bound_step": 0.0}, "bound_step=0.0: must be above 0"),
+        ({"name": "aspo", "weight_cap": 0.5}, "weight_cap=0.5: must be above 1"),
+        ({"name": "opsm", "delta": -0.1}, "delta=-0.1: must be 0 or more"),
+        ({"name": "vcpo", "step_scale": "log"}, "step_scale='log': must be one of sqrt, linear, off"),
+        ({"name": "vcpo", "base_ess_fraction": 0.0}, "base_ess_fraction=0.0: must be above 0"),
+        ({"name": "vespo", "decay_negative": 0.0}, "decay_negative=0.0: must be above 0"),
+        ({"name": "opmd", "tau": 0.0}, "tau=0.0: must be above 0"),
+        ({"name": "dro", "beta": math.inf}, "beta=inf: must be above 0 and finite"),
+        ({"name": "topr", "split": "score"}, "split='score': must be one of reward, advantage"),
+        ({"name": "gspo", "form": "squared"}, "form='squared': must be one of token, direct"),
+        ({"name": "matched_replay", "heuristic": "power"}, "heuristic='power': must be one of balance, own"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, words):

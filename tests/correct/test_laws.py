@@ -9,11 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farl.correct import CORRECTORS, CorrectorConfig, LossInputs, Treatment, diagnose, make_corrector
+from farl.correct.adapt import optimal_baseline
 from farl.correct.catalogue import create, defaults_of, source_of
 from farl.correct.reduce import REDUCTIONS
 from farl.errors import ConfigError, ConformanceError, ShapeError
 from farl.testing import LAWS, check_corrector
 from farl.testing import example_inputs as random_inputs
+
+from . import reference
 
 VARIANTS = {
     "none": [{}, {"form": "score"}],
@@ -175,26 +178,84 @@ def test_a_corrector_of_ones_own_is_checked_and_built_from_a_recipe(tmp_path, mo
         CorrectorConfig(name="ppo", options={"clip_low": 0.1})
 
 
-def slow_ppo(inputs, low, high, dual):
-    """Token by token, as the paper writes it."""
-    total, count = 0.0, 0
-    for b in range(inputs.mask_BT.shape[0]):
-        for t in range(inputs.mask_BT.shape[1]):
-            if inputs.mask_BT[b, t]:
-                r = math.exp(inputs.logp_learner_BT[b, t].item() - inputs.logp_behaviour_BT[b, t].item())
-                a = inputs.advantage_BT[b, t].item()
-                loss = max(-a * r, -a * min(max(r, 1 - low), 1 + high))
-                total += min(loss, -dual * a) if a < 0 else loss
-                count += 1
-    return total / count
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 10_000), st.floats(0, 1), st.floats(0, 3), st.floats(1.01, 5), st.floats(0.01, 2))
 def test_ppo_equals_its_slow_twin(seed, low, high, dual, spread):
     inputs = random_inputs(seed, spread=spread)
     corrector = make("ppo", {"clip_low": low, "clip_high": high, "dual_clip": dual})
-    assert corrector.loss(inputs).item() == pytest.approx(slow_ppo(inputs, low, high, dual), rel=1e-9, abs=1e-12)
+    expected = 0.0
+    for b, positions in reference.sequences(inputs):
+        for t in positions:
+            lp, lm, _ = reference.logs(inputs, b, t)
+            a = reference.advantage(inputs, b)
+            expected += reference.ppo_term(a, math.exp(lp - lm), 1 - low, 1 + high, dual)
+    expected /= reference.num_tokens(inputs)
+    assert corrector.loss(inputs).item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+TWINS = {
+    "a3po": (reference.a3po, {}),
+    "a3po capped": (lambda i: reference.a3po(i, cap=1.1), {"cap": 1.1}),
+    "m2po": (reference.m2po, {}),
+    "m2po wide": (lambda i: reference.m2po(i, 0.5), {"threshold": 0.5}),
+    "bapo": (reference.bapo, {}),
+    "bapo target 2": (lambda i: reference.bapo(i, 2.0), {"target": 2.0}),
+    "topr": (reference.topr, {}),
+    "vcpo": (reference.vcpo, {}),
+    "vespo": (reference.vespo, {}),
+    "aspo": (reference.aspo, {}),
+    "opmd": (reference.opmd, {}),
+    "glm5": (reference.glm5, {}),
+    "matched_replay": (reference.matched_replay, {}),
+    "matched_replay sequence": (reference.matched_replay_sequence, {"level": "sequence"}),
+}
+
+
+@pytest.mark.parametrize("name", TWINS)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), spread=st.floats(0.01, 1.5))
+def test_correctors_equal_their_slow_twins(name, seed, spread):
+    twin, options = TWINS[name]
+    inputs = random_inputs(seed, spread=spread)
+    inputs = replace(inputs, reward_B=inputs.reward_B - 0.5)  # rewards of both signs
+    expected = twin(inputs)
+    assert create(name.split()[0], **options).loss(inputs).item() == pytest.approx(expected, rel=1e-8, abs=1e-10)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), spread=st.floats(0.01, 1.5))
+def test_the_step_of_vcpo_equals_its_slow_twin(seed, spread):
+    inputs = random_inputs(seed, spread=spread)
+    corrector = create("vcpo")
+    scale = corrector.step_scale(corrector.prepare(inputs))
+    assert scale == pytest.approx(reference.vcpo_step(inputs), rel=1e-9)
+    assert 0 < scale <= 1
+
+
+def test_the_optimal_baseline_has_the_least_variance():
+    """Of X^2 g^2 (R - b)^2, what b minimises: moving it either way makes it larger."""
+    inputs = random_inputs(3)
+    weight, norm, reward = torch.tensor([3.0, 1.0, 0.5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([1.0, 0.0, 0.5])
+    group = torch.tensor([0, 0, 0])
+    best = optimal_baseline(weight, norm, reward, group)[0]
+
+    def second_moment(b):
+        return float(((weight * norm).double().square() * (reward.double() - b).square()).sum())
+
+    assert second_moment(best) < second_moment(best + 0.01)
+    assert second_moment(best) < second_moment(best - 0.01)
+    none = optimal_baseline(torch.zeros(3), norm, reward, group)
+    assert float(none[0]) == pytest.approx(0.5), "the mean where no sample has weight"
+    assert inputs.group_B is not None
+
+
+def test_the_balance_heuristic_bounds_weights_by_the_share_of_a_near_policy():
+    """Where one source is the learner itself no weight exceeds 1 / its share, however far the others are."""
+    inputs = random_inputs(5, spread=3.0)
+    sources = torch.stack([inputs.logp_learner_BT.detach(), inputs.logp_behaviour_BT - 50], dim=-1)
+    inputs = replace(inputs, logp_sources_BTK=sources, log_share_BK=torch.tensor([0.25, 0.75]).log().expand(6, 2))
+    output = create("matched_replay", cap=1e6)(inputs)
+    assert float(output.weight_BT.max()) == pytest.approx(4.0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -215,6 +276,16 @@ def test_tensors_that_do_not_fit_are_named():
         corrector(replace(inputs, reward_B=inputs.reward_B[:5]))
     with pytest.raises(ShapeError, match="must be bool; use mask != 0"):
         corrector(replace(inputs, mask_BT=inputs.mask_BT.float()))
+    with pytest.raises(ShapeError, match=r"logp_behaviour_BT: dtype torch.int64, must be a floating type"):
+        corrector(replace(inputs, logp_behaviour_BT=inputs.logp_behaviour_BT.long()))
+    with pytest.raises(ShapeError, match=r"lag_BT: dtype torch.float32, must be an integer type"):
+        corrector(replace(inputs, lag_BT=inputs.lag_BT.float()))
+    with pytest.raises(ShapeError, match=r"log_share_BK: shape \(6, 3\), must be \(6, 2\)"):
+        corrector(replace(inputs, log_share_BK=torch.zeros(6, 3)))
+    with pytest.raises(ConfigError, match="logp_sources_BTK and log_share_BK: give both or neither"):
+        corrector(replace(inputs, log_share_BK=None))
+    with pytest.raises(ShapeError, match=r"logp_learner_BT: shape \(5,\), must be \[B, T\]"):
+        corrector(replace(inputs, logp_learner_BT=inputs.logp_learner_BT[0]))
 
 
 def test_diagnostics_by_hand():

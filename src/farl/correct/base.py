@@ -327,7 +327,8 @@ def check_inputs(inputs: LossInputs, needs: frozenset[Need]) -> None:
         dimensions = len(name.rsplit("_", 1)[1])
         expected = {"B": shape[:1], "T": shape}.get(name[-1])
         if expected is None:  # ends with K
-            expected = (*shape[: dimensions - 1], *value.shape[-1:])
+            assert inputs.logp_sources_BTK is not None
+            expected = (*shape[: dimensions - 1], *inputs.logp_sources_BTK.shape[-1:])
         if value.shape != expected:
             raise ShapeError(f"{name}: shape {tuple(value.shape)}, must be {tuple(expected)}")
         if name in _INTEGER_FIELDS and value.is_floating_point():
