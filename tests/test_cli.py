@@ -17,6 +17,16 @@ def test_lists(kind, names, capsys):
         assert any(line.startswith(name) and len(line) > 25 for line in out.splitlines())
 
 
+def test_correctors_are_listed_with_needs_defaults_and_source(capsys):
+    assert run(["list", "correctors"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("needs     ") == out.count("defaults  ") == out.count("source    ") == len(CORRECTORS)
+    vcpo = out[out.index("vcpo ") :]
+    assert "needs     batch_statistics, gradient_norm, group, reward" in vcpo
+    assert "cap=8.0, base_ess_fraction=1.0, step_scale=sqrt" in vcpo
+    assert "source    arXiv 2602.17616" in vcpo
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -38,6 +48,24 @@ def test_wrong_usage_exits_with_2_and_one_clear_line(arguments, words, capsys, t
     assert words in captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--corrector", "pppo"], "corrector.name='pppo': no such corrector.name"),
+        (["--corrector", "ppo", "--corrector.cap", "2"], "corrector.cap=2.0: ppo has no such option"),
+        (["--corrector", "matched_replay", "--replay.policies", "1"], "weights by a mixture of policies"),
+    ],
+)
+def test_a_corrector_that_cannot_work_is_refused_before_a_model_loads(arguments, words, capsys, monkeypatch):
+    monkeypatch.setattr("farl.train.start", lambda *_, **__: pytest.fail("started"))
+    try:
+        status = run(["train", "tiny-addition", *arguments])
+    except SystemExit as stop:  # tyro's own way out, after its own message
+        status = stop.code
+    assert status == 2
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_help_exits_with_0(capsys):

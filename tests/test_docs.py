@@ -68,3 +68,27 @@ def test_three_lines_of_the_readme_run(tmp_path):
     exec(block, names)
     assert len(sent) == 8
     assert {dtype for _, dtype in sent} == {torch.bfloat16}
+
+
+def test_the_corrector_of_the_readme_runs_and_the_list_is_whole():
+    import torch
+
+    from farl.correct import CORRECTORS
+    from farl.testing import example_inputs
+
+    text = (ROOT / "README.md").read_text()
+    block = next(b for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL) if "icepop" in b)
+    inputs = example_inputs()
+    names = {
+        "logp_learner": inputs.logp_learner_BT,
+        "logp_behaviour": inputs.logp_behaviour_BT,
+        "advantage": inputs.advantage_BT,
+        "mask": inputs.mask_BT,
+        "logp_proximal": inputs.logp_proximal_BT,
+    }
+    exec(block, names)
+    assert inputs.logp_learner_BT.grad is not None
+    assert torch.isfinite(names["loss"])
+    listed = text[text.index("`none` `ppo`") : text.index("`farl list correctors` prints needs")]
+    assert re.findall(r"`(\w+)`", listed) == list(CORRECTORS)
+    assert f"so it ships them: {len(CORRECTORS)}," in text
