@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farl.correct import CORRECTORS, CorrectorConfig, LossInputs, Treatment, diagnose, make_corrector
-from farl.correct.adapt import optimal_baseline
+from farl.correct.adapt import balanced_bounds, optimal_baseline
 from farl.correct.catalogue import create, defaults_of, source_of
 from farl.correct.reduce import REDUCTIONS
 from farl.errors import ConfigError, ConformanceError, ShapeError
@@ -247,6 +247,23 @@ def test_the_optimal_baseline_has_the_least_variance():
     none = optimal_baseline(torch.zeros(3), norm, reward, group)
     assert float(none[0]) == pytest.approx(0.5), "the mean where no sample has weight"
     assert inputs.group_B is not None
+
+
+def test_optimal_advantages_can_be_divided_by_the_deviation_of_the_group():
+    inputs = random_inputs(3)
+    inputs = replace(inputs, reward_B=torch.tensor([0.0, 1.0, 0.0, 4.0, 1.0, 1.5]).double())
+    plain, divided = (create("vcpo", divide_by_std=on)(inputs).token_loss_BT for on in (False, True))
+    deviation = torch.tensor([0.5, 0.5, 2.0, 2.0, 0.25, 0.25]).double()
+    assert torch.allclose(divided, plain / deviation[:, None])
+
+
+def test_the_search_of_bapo_ends_at_the_ends_of_its_ranges():
+    """Steps that do not divide the range are cut; all-negative tokens take the search to both ends."""
+    ratio, advantage = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -2.0])
+    bounds = balanced_bounds(ratio, advantage, target=1.0, lower=(0.6, 0.8), upper=(1.2, 2.0), step=0.3)
+    assert bounds == (0.8, 2.0)
+    bounds = balanced_bounds(ratio, -advantage, target=1.0, lower=(0.6, 0.8), upper=(1.2, 2.0), step=0.3)
+    assert bounds == (0.6, 1.2), "no negatives: nothing moves"
 
 
 def test_the_balance_heuristic_bounds_weights_by_the_share_of_a_near_policy():

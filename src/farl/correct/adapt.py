@@ -83,8 +83,8 @@ def balanced_bounds(
         return total >= target * float((negative_N * ratio_N.clamp(min=low)).sum())
 
     def grid(ends: tuple[float, float]) -> list[float]:
-        count = math.floor((ends[1] - ends[0]) / step + 1e-9)
-        return [ends[0] + i * step for i in range(1, count + 1)]
+        count = math.ceil((ends[1] - ends[0]) / step - 1e-9)
+        return [min(ends[0] + i * step, ends[1]) for i in range(1, count + 1)]
 
     low, high = lower[0], upper[0]
     if satisfied(low, high):
@@ -152,11 +152,15 @@ def optimal_baseline(weight_B: Tensor, gradient_norm_B: Tensor, reward_B: Tensor
 
 
 def _group_deviation(reward_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
-    scale = [
-        float(reward_B[group_B == g].double().std()) if int((group_B == g).sum()) > 1 else 1.0
-        for g in range(num_groups)
-    ]
-    return torch.tensor(scale, dtype=torch.float64, device=reward_B.device).clamp(min=1e-8)
+    """Population deviation of each group's rewards, [P]; the authors' choice of n, not n - 1."""
+    reward_B = reward_B.double()
+
+    def mean(value_B: Tensor) -> Tensor:
+        zero_P = torch.zeros(num_groups, dtype=torch.float64, device=value_B.device)
+        count_P = zero_P.index_add(0, group_B, torch.ones_like(value_B)).clamp(min=1)
+        return zero_P.index_add(0, group_B, value_B) / count_P
+
+    return mean((reward_B - mean(reward_B)[group_B]).square()).sqrt() + 1e-8
 
 
 def variance_controlled(
