@@ -112,6 +112,18 @@ def test_the_metrics_of_an_empty_batch_are_finite(name, options):
     assert all(math.isfinite(v) for v in metrics.values())
 
 
+@law
+def test_a_lost_log_prob_leaves_the_metrics_finite_and_counts_as_dropped(name, options):
+    inputs = random_inputs()
+    behaviour = inputs.logp_behaviour_BT.clone()
+    behaviour[0, 0] = math.nan
+    inputs = replace(inputs, logp_behaviour_BT=behaviour)
+    metrics = diagnose(inputs, make(name, options)(inputs), lag_BT=inputs.lag_BT, miss_BT=inputs.lag_BT)
+    assert all(math.isfinite(v) for v in metrics.values())
+    if name != "none":
+        assert metrics["correct/mask_fraction"] > 0
+
+
 def test_exemptions_are_few():
     """One row replaces the advantage by its own, one never looks at the sampler; every other law holds everywhere."""
     exempt = {name: dict(create(name).exempt) for name in CORRECTORS}

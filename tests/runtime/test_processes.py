@@ -73,6 +73,19 @@ def test_processes_and_inline_give_one_trajectory_for_any_number_of_workers(cach
     assert not [p for p in os.listdir("/dev/shm") if p.startswith(f"farl-{os.getpid()}-")]
 
 
+@pytest.mark.parametrize("corrector", ["matched_replay", "vcpo"])
+def test_replay_and_statistics_are_the_same_with_processes(cache, tmp_path, corrector):
+    """Served weights are copied out of shared memory before they are released; two policies or more in a batch."""
+    changes = {"corrector": corrector, "replay.fraction": 1.0, "rollout.prompts_per_batch": 8, "rollout.members": 8}
+    if corrector != "matched_replay":
+        del changes["replay.fraction"]
+    for launch in ("inline", "local"):
+        run(make_config(cache, {**LOCAL, **changes, "pipeline.launch": launch}), tmp_path / launch)
+    assert_same_trajectory(tmp_path / "inline", tmp_path / "local")
+    if corrector == "matched_replay":
+        assert max(m["replay/num_groups"] for m in metrics(tmp_path / "local")) >= 1
+
+
 def test_killed_workers_are_replaced_and_their_work_is_done_again(cache, tmp_path, inline, pool, monkeypatch):
     landed = []
     at_updates(monkeypatch, {2, 4, 7}, lambda: landed.append(shoot(pool)))

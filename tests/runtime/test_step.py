@@ -156,6 +156,29 @@ def test_sources_are_the_recorded_log_probs_where_a_policy_drew_and_evaluated_on
     assert shown == [7, 5, 5], "one policy needs no pass"
 
 
+@pytest.mark.parametrize("odd", [math.nan, -math.inf])
+def test_a_sampler_that_loses_a_log_prob_does_not_end_an_update(odd):
+    config = LoopConfig(corrector=CorrectorConfig(name="ppo"), learner=LearnerConfig(probe_fraction=1.0))
+    policy, optimizer, batch = make(config)
+    behaviour = batch.logp_behaviour_BT.clone()
+    behaviour[1, 0] = odd
+    batch = replace(batch, logp_behaviour_BT=behaviour)
+    forecaster = Forecaster(policy.module.named_parameters(), optimizer, rule="stale")
+    stamp = PolicyStamp(base_version=0, target_version=0)
+    probed = {}
+
+    def probe(logp):
+        probed.update(stale_probe(policy, forecaster, mini(batch), logp, stamp, 0.0, config))
+
+    made = update(
+        policy, optimizer, make_corrector(config.corrector), mini(batch), config=config, lr=0.1, before_step=probe
+    )
+    assert made.stepped
+    assert made.metrics["correct/mask_fraction"] == pytest.approx(1 / int(batch.mask_BT.sum()))
+    assert all(math.isfinite(v) for v in (*made.metrics.values(), *probed.values()))
+    assert all(torch.isfinite(p).all() for p in policy.module.parameters())
+
+
 def test_an_empty_completion_takes_part_without_effect():
     config = LoopConfig(optimizer=OptimizerConfig(name="sgd", lr=0.1, beta1=0.0))
     policy, optimizer, batch = make(config)

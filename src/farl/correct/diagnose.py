@@ -24,20 +24,22 @@ def diagnose(
         miss_BT: int64 versions the forecast's aim was off.
 
     Returns:
-        `policy/...`, `correct/...`, `lag/...` and `miss/...`, finite for an empty mask too.
+        `policy/...`, `correct/...`, `lag/...` and `miss/...`, finite for an empty mask too. Distances leave out tokens
+        whose behaviour log-prob is not finite; the others count them as dropped.
     """
     mask_BT = inputs.mask_BT
     count = max(int(mask_BT.sum()), 1)
-    distance = policy_distance(inputs.logp_learner_BT, inputs.logp_behaviour_BT, mask_BT)
-    kept = output.weight_BT[output.keep_BT]
+    known_BT = mask_BT & torch.isfinite(inputs.logp_behaviour_BT)
+    distance = policy_distance(inputs.logp_learner_BT, inputs.logp_behaviour_BT, known_BT)
+    weight_BT, num_kept = output.weight_BT, int(output.keep_BT.sum())
     metrics = {
         "policy/kl_nats": distance.kl_nats,
         "policy/ess_fraction": distance.ess_fraction,
         "policy/weight_variance": distance.weight_variance,
-        "correct/clip_fraction": int((output.clipped_BT & mask_BT).sum()) / count,
-        "correct/mask_fraction": int((mask_BT & ~output.keep_BT).sum()) / count,
-        "correct/weight_mean": float(kept.mean()) if kept.numel() else 0.0,
-        "correct/weight_max": float(kept.max()) if kept.numel() else 0.0,
+        "correct/clip_fraction": int(output.clipped_BT.sum()) / count,
+        "correct/mask_fraction": (int(mask_BT.sum()) - num_kept) / count,
+        "correct/weight_mean": float(weight_BT.double().sum()) / max(num_kept, 1),
+        "correct/weight_max": float(weight_BT.max()) if num_kept else 0.0,
     }
     if miss_BT is not None and mask_BT.any():
         metrics["miss/mean_versions"] = float(miss_BT[mask_BT].double().mean())
@@ -48,7 +50,7 @@ def diagnose(
         lags = torch.unique(lag_N).tolist()
         for lag in lags[:_MAX_LAGS_SHOWN] if len(lags) > 1 else ():
             at_BT = mask_BT & (lag_BT == lag)
-            part = policy_distance(inputs.logp_learner_BT, inputs.logp_behaviour_BT, at_BT)
+            part = policy_distance(inputs.logp_learner_BT, inputs.logp_behaviour_BT, at_BT & known_BT)
             metrics[f"policy/kl_nats_lag_{lag}"] = part.kl_nats
             metrics[f"correct/clip_fraction_lag_{lag}"] = int((output.clipped_BT & at_BT).sum()) / int(at_BT.sum())
     return metrics

@@ -55,18 +55,19 @@ def measure(batch: TrainBatch, logp_learner_BT: Tensor, source_P: Sequence[int])
         source_P: source of each group.
     """
     log_BT = logp_learner_BT.detach().double() - batch.logp_behaviour_BT.double()
-    ratio_BT = torch.exp(torch.where(batch.mask_BT, log_BT, 0.0).clamp(-20, 20))
+    mask_BT = batch.mask_BT & torch.isfinite(log_BT)
+    ratio_BT = torch.exp(torch.where(mask_BT, log_BT, 0.0).clamp(-20, 20))
     ess = {}
     for source in set(source_P):
         groups = torch.tensor([p for p, s in enumerate(source_P) if s == source])
         rows_B = torch.isin(batch.group_B, groups)
-        weight_N = ratio_BT[rows_B][batch.mask_BT[rows_B]]
+        weight_N = ratio_BT[rows_B][mask_BT[rows_B]]
         count = max(len(weight_N), 1)
         ess[source] = float(weight_N.sum() ** 2 / (weight_N.square().sum() * count).clamp(min=1e-300))
     variance = []
     for p in range(batch.num_prompts):
         rows_B = batch.group_B == p
-        excess_N = ratio_BT[rows_B][batch.mask_BT[rows_B]] - 1
+        excess_N = ratio_BT[rows_B][mask_BT[rows_B]] - 1
         variance.append(float(excess_N.square().mean()) if len(excess_N) else math.inf)
     return Distances(variance=tuple(variance), ess_fraction=ess)
 

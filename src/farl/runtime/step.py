@@ -173,6 +173,7 @@ def stale_probe(
     part = batch.select_groups(start, stop)
     learner_BT = logp_learner_BT[rows_B]
     stale_BT = part.logp_behaviour_BT
+    known_BT = part.mask_BT & torch.isfinite(part.logp_behaviour_BT)
     if stamp.is_forecast:
         with forecaster.presented(forecaster.past_weights(forecaster.version - stamp.base_version)):
             stale_BT = evaluate_logp(policy, part, config)
@@ -181,10 +182,10 @@ def stale_probe(
             logp_learner_BT=learner_BT,
             logp_forecast_BT=part.logp_behaviour_BT,
             logp_stale_BT=stale_BT,
-            mask_BT=part.mask_BT,
+            mask_BT=known_BT,
         )
-    mine = policy_distance(learner_BT, part.logp_behaviour_BT, part.mask_BT)
-    stale = policy_distance(learner_BT, stale_BT, part.mask_BT)
+    mine = policy_distance(learner_BT, part.logp_behaviour_BT, known_BT)
+    stale = policy_distance(learner_BT, stale_BT, known_BT)
     return {
         "policy/kl_probe_nats": mine.kl_nats,
         "policy/kl_stale_nats": stale.kl_nats,
