@@ -7,7 +7,7 @@ ARGS ?=
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup train test check lint types format parity bench clean
+.PHONY: setup train test check lint types format parity bench bench-correctors clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
@@ -55,6 +55,9 @@ parity: $(PARITY)/.ready  ## our correctors against verl, AReaL, OpenRLHF, TRL a
 bench: setup        ## forecaster and weight transport against plain copies of the same bytes
 	$(BIN)/python benchmarks/forecast.py
 	$(BIN)/python benchmarks/wire.py
+
+bench-correctors: $(PARITY)/.ready  ## time and memory of our correctors beside verl's functions
+	OMP_NUM_THREADS=1 $(PARITY)/bin/python benchmarks/correctors.py
 
 clean:
 	rm -rf $(VENV) $(PARITY) .cache runs

@@ -92,3 +92,12 @@ def test_the_corrector_of_the_readme_runs_and_the_list_is_whole():
     listed = text[text.index("`none` `ppo`") : text.index("`farl list correctors` prints needs")]
     assert re.findall(r"`(\w+)`", listed) == list(CORRECTORS)
     assert f"so it ships them: {len(CORRECTORS)}," in text
+
+
+def test_the_parity_table_is_there_and_within_its_tolerance():
+    """The last run of `make parity`: five libraries, every difference at most 1e-6."""
+    text = (ROOT / "docs" / "parity.md").read_text()
+    rows = re.findall(r"^\| (\w+) [\d.]+ \| .* \| (\d+) \| ([\d.e+-]+) \| ([\d.e+-]+) \|$", text, flags=re.MULTILINE)
+    assert {row[0] for row in rows} == {"verl", "areal", "openrlhf", "trl", "skyrl"}
+    assert all(int(batches) == 201 and float(v) <= 1e-6 and float(g) <= 1e-6 for _, batches, v, g in rows)
+    assert f"on {len(rows)} comparisons of 201 batches each" in (ROOT / "README.md").read_text()

@@ -2,14 +2,15 @@
 
 A corrector is five independent choices: which policies are compared (ratio), the unit (token or sequence), what is
 done to it (clip, weight, mask), the surrogate, and the reduction with its denominator. `catalogue` names the
-published combinations; each is also a plain function here: `farl.correct.ppo(...)` returns a scalar loss.
+published combinations, `create("ppo", clip_high=0.28)` builds one; each is also a plain function here:
+`farl.correct.ppo(...)` returns a scalar loss.
 
 Policies: learner (trained), behaviour (sampled the token), proximal (anchor of the trust region), reference (frozen
 regulariser). Suffixes: B sequences, T completion positions.
 """
 
 from farl.correct.base import Adaptation, BatchContext, Corrector, LossInputs, LossOutput, Need, Surrogate, Treatment
-from farl.correct.catalogue import CORRECTORS, make_corrector
+from farl.correct.catalogue import CORRECTORS, create, make_corrector
 from farl.correct.diagnose import diagnose
 from farl.correct.functional import (
     a3po,
@@ -58,6 +59,7 @@ __all__ = [
     "aspo",
     "bapo",
     "cispo",
+    "create",
     "dapo",
     "decoupled_ppo",
     "diagnose",
