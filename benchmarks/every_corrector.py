@@ -4,7 +4,8 @@
     python benchmarks/every_corrector.py --batches 100 --only ppo m2po
 
 One seed and one learning rate: figures that show that each runs and roughly what it does, not a comparison of methods
-(that is the lab's). Results go to benchmarks/results/every_corrector.json, one row a run, as each ends.
+(that is the lab's). Results go to benchmarks/results/every_corrector.json, one row a run, as each ends; rows of other
+correctors that are there from runs with the same settings stay.
 """
 
 import argparse
@@ -68,14 +69,17 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(CORRECTORS))
     parser.add_argument("--parallel", type=int, default=2)
     arguments = parser.parse_args()
+    settings = {"batches": arguments.batches, "seed": arguments.seed, "lag": 1}
+    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = earlier["rows"] if settings.items() <= earlier.items() else []
+    kept = [row for row in kept if row["corrector"] not in arguments.only]
     rows = []
 
     def work(job):
         row = run(*job, arguments.batches, arguments.seed)
         rows.append(row)
-        ordered = sorted(rows, key=lambda r: (list(CORRECTORS).index(r["corrector"]), r["rule"]))
-        record = {"batches": arguments.batches, "seed": arguments.seed, "lag": 1, "rows": ordered}
-        RESULTS.write_text(json.dumps(record, indent=1) + "\n")
+        ordered = sorted(kept + rows, key=lambda r: (list(CORRECTORS).index(r["corrector"]), r["rule"]))
+        RESULTS.write_text(json.dumps({**settings, "rows": ordered}, indent=1) + "\n")
         print(row["corrector"], row["rule"], row["status"], row.get("accuracy_after"), flush=True)
 
     jobs = [(name, rule) for name in arguments.only for rule in ("stale", "auto")]

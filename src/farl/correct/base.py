@@ -114,12 +114,12 @@ class LossOutput:
 class Surrogate:
     """Per-token loss before weighting, where a clip stopped the gradient, and the detached factor of A grad logp.
 
-    Inputs are 0 at padding, advantages too; loss and penalty must be 0 there. `penalty_BT` is the part of a regularised
-    loss that no weight and no treatment touches.
+    Inputs are 0 at padding, advantages too; loss and penalty must be 0 there. `clipped_BT` is None if nothing can be
+    clipped. `penalty_BT` is the part of a regularised loss that no weight and no treatment touches.
     """
 
     loss_BT: Tensor
-    clipped_BT: Tensor
+    clipped_BT: Tensor | None
     factor_BT: Tensor
     penalty_BT: Tensor | None = None
 
@@ -248,10 +248,11 @@ class Corrector:
             loss_BT = torch.where(keep_BT, loss_BT, 0.0)
         if surrogate.penalty_BT is not None:
             loss_BT = loss_BT + surrogate.penalty_BT
+        clipped_BT = surrogate.clipped_BT
         return LossOutput(
             token_loss_BT=loss_BT,
             keep_BT=keep_BT,
-            clipped_BT=surrogate.clipped_BT & keep_BT,
+            clipped_BT=torch.zeros_like(keep_BT) if clipped_BT is None else clipped_BT & keep_BT,
             factor_BT=factor_BT,
             penalty_BT=surrogate.penalty_BT,
         )
