@@ -1,11 +1,11 @@
 """Every corrector on `tiny-addition` at lag 1, with stale and with forecast policies, one seed: no crash, no NaN.
 
     python benchmarks/every_corrector.py            # the whole recipe, two runs at a time; about an hour on two cores
-    python benchmarks/every_corrector.py --batches 100 --only ppo m2po
+    python benchmarks/every_corrector.py --batches 100 --only ppo m2po --out /tmp/short.json
 
 One seed and one learning rate: figures that show that each runs and roughly what it does, not a comparison of methods
-(that is the lab's). Results go to benchmarks/results/every_corrector.json, one row a run, as each ends; rows of other
-correctors that are there from runs with the same settings stay.
+(that is the lab's). Results go to benchmarks/results/every_corrector.json, one row a run, as each ends, with the commit
+that it ran at; rows of other correctors that are there from runs with the same settings stay.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +23,12 @@ from farl.correct import CORRECTORS
 
 RESULTS = Path(__file__).parent / "results" / "every_corrector.json"
 SETTINGS = ["--pipeline.launch", "inline", "--pipeline.lag", "1", "--record.no-tensorboard", "--record.no-save-model"]
+
+
+def commit() -> str:
+    """The commit of the working tree, with a + if it has been changed."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=RESULTS.parent).stdout.strip()
 
 
 def run(name: str, rule: str, batches: int, seed: int) -> dict:
@@ -35,11 +42,13 @@ def run(name: str, rule: str, batches: int, seed: int) -> dict:
         process = subprocess.run(
             command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
         )
-        row = {"corrector": name, "rule": rule, "status": process.returncode}
+        row = {"corrector": name, "rule": rule, "commit": commit(), "status": process.returncode}
         if process.returncode:
             return row | {"error": process.stderr[-2000:]}
         updates = [json.loads(line) for line in (target / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((target / "summary.json").read_text())
+
+    tenth = max(1, len(updates) // 10)
 
     def mean(key):
         values = [u[key] for u in updates[len(updates) // 3 :] if key in u]
@@ -51,7 +60,7 @@ def run(name: str, rule: str, batches: int, seed: int) -> dict:
         "all_finite": all(math.isfinite(v) for u in updates for v in u.values() if isinstance(v, float)),
         "accuracy_before": summary["accuracy_before"],
         "accuracy_after": summary["accuracy_after"],
-        "reward_last_tenth": sum(u["reward/mean"] for u in updates[-len(updates) // 10 :]) / (len(updates) // 10),
+        "reward_last_tenth": sum(u["reward/mean"] for u in updates[-tenth:]) / tenth,
         "kl_nats": mean("policy/kl_nats"),
         "clip_fraction": mean("correct/clip_fraction"),
         "mask_fraction": mean("correct/mask_fraction"),
@@ -68,18 +77,22 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", default=list(CORRECTORS))
     parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     settings = {"batches": arguments.batches, "seed": arguments.seed, "lag": 1}
-    earlier = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    kept = earlier["rows"] if settings.items() <= earlier.items() else []
-    kept = [row for row in kept if row["corrector"] not in arguments.only]
+    earlier = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": [], **settings}
+    if not settings.items() <= earlier.items():
+        parser.error(f"{arguments.out} is a record of other settings; name another file with --out")
+    kept = [row for row in earlier["rows"] if row["corrector"] not in arguments.only]
+    lock = threading.Lock()
     rows = []
 
     def work(job):
         row = run(*job, arguments.batches, arguments.seed)
-        rows.append(row)
-        ordered = sorted(kept + rows, key=lambda r: (list(CORRECTORS).index(r["corrector"]), r["rule"]))
-        RESULTS.write_text(json.dumps({**settings, "rows": ordered}, indent=1) + "\n")
+        with lock:
+            rows.append(row)
+            ordered = sorted(kept + rows, key=lambda r: (list(CORRECTORS).index(r["corrector"]), r["rule"]))
+            arguments.out.write_text(json.dumps({**settings, "rows": ordered}, indent=1) + "\n")
         print(row["corrector"], row["rule"], row["status"], row.get("accuracy_after"), flush=True)
 
     jobs = [(name, rule) for name in arguments.only for rule in ("stale", "auto")]

@@ -269,6 +269,18 @@ def test_optimal_advantages_can_be_divided_by_the_deviation_of_the_group():
     assert torch.allclose(divided, plain / deviation[:, None])
 
 
+def test_optimal_advantages_are_of_whole_groups():
+    """A member whose given advantage happens to be 0 learns too; a group that was left out does not."""
+    inputs = random_inputs(3)
+    advantage = torch.zeros_like(inputs.advantage_BT)
+    advantage[0] = 1.0
+    inputs = replace(inputs, advantage_BT=advantage, reward_B=torch.tensor([0.0, 0.5, 0.0, 4.0, 1.0, 1.5]).double())
+    loss = create("vcpo")(inputs).token_loss_BT
+    assert inputs.group_B.tolist() == [0, 0, 1, 1, 2, 2]
+    assert (loss[:2][inputs.mask_BT[:2]] != 0).all()
+    assert (loss[2:] == 0).all()
+
+
 def test_the_search_of_bapo_ends_at_the_ends_of_its_ranges():
     """Steps that do not divide the range are cut; all-negative tokens take the search to both ends."""
     ratio, advantage = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, -2.0])
@@ -288,7 +300,7 @@ def test_the_balance_heuristic_bounds_weights_by_the_share_of_a_near_policy():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10_000), st.floats(0.5, 4))
+@given(st.integers(0, 10_000), st.floats(1, 4))
 def test_tis_and_decoupled_ppo_agree_where_no_cap_bites_and_clamping_is_truncation(seed, cap):
     inputs = random_inputs(seed)
     clamp = make("decoupled_ppo", {"cap": cap, "cap_action": "clamp"})

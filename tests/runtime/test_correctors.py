@@ -30,6 +30,35 @@ def test_every_corrector_trains(cache, tmp_path, name, rule, lag):
     assert any(line["optim/grad_norm"] > 0 for line in lines)
 
 
+@pytest.mark.parametrize("name", ["tis", "mis", "icepop", "dapo", "cispo", "gmpo", "m2po", "dro", "vespo"])
+def test_proximal_anchors_under_several_updates_and_micro_batches(cache, tmp_path, name):
+    """The split of a minibatch into micro-batches changes nothing, anchors at the start of the batch included."""
+    anchored = {} if name in ("tis", "mis", "icepop", "m2po") else {"anchor": "proximal"}
+    changes = {
+        "corrector": {"name": name, **anchored}, "pipeline.updates_per_batch": 2, "pipeline.lag": 2,
+        "learner.num_batches": 3, "record.save_model": False, "task.num_eval": 2,
+    }  # fmt: skip
+    runs = []
+    for micro in (None, 1):
+        run(make_config(cache, changes | ({"learner.micro_groups": micro} if micro else {})), tmp_path / str(micro))
+        runs.append(metrics(tmp_path / str(micro)))
+    assert len(runs[0]) == 6
+    for a, b in zip(*runs, strict=True):
+        assert a["loss/value"] == pytest.approx(b["loss/value"], rel=1e-3, abs=1e-5)
+        assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-3, abs=1e-5)
+    later = [m for m in runs[0] if m["update"] % 2 == 0]
+    assert any(m["policy/kl_nats"] > 0 for m in later)
+
+
+def test_a_fixed_length_is_that_of_the_rollouts(cache, tmp_path):
+    """Not the padded width, with which the step would depend on the longest answer of the batch."""
+    changes = {"corrector": {"name": "ppo", "reduction": "sequence_mean_token_sum_norm"}, "learner.num_batches": 2}
+    run(make_config(cache, changes), tmp_path / "free")
+    changes["corrector"]["horizon"] = 4
+    run(make_config(cache, changes), tmp_path / "given")
+    assert metrics(tmp_path / "free") == metrics(tmp_path / "given")
+
+
 def test_a_name_alone_chooses_a_corrector_in_a_recipe_and_on_the_command_line(cache):
     from farl.config import apply_overrides
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farl.core.types import Group, PolicyStamp, Rollout
 from farl.errors import WireError
 from farl.runtime.messages import Channel
 
@@ -87,3 +88,17 @@ def test_bytes_that_are_no_message_are_refused(raw):
         here.recv(1.0)
     os.close(fd)
     here.close()
+
+
+def test_a_group_with_lost_log_probs_passes(ends):
+    """Whatever the sampler reports is for the corrector to judge; it must not end a worker."""
+    stamp = PolicyStamp(base_version=0, target_version=0)
+    lost = Rollout(
+        ids=(1, 2, 3), logp_behaviour=(-0.5, math.nan, -math.inf), finished=True, reward=1.0, text="", stamp=stamp
+    )
+    here, there = ends
+    here.send({"type": "done", "groups": [Group(group_id=0, prompt_ids=(1,), rollouts=(lost,)).to_json()]})
+    message = there.recv(1.0)
+    first, *others = Group.from_json(message["groups"][0]).rollouts[0].logp_behaviour
+    assert first == -0.5
+    assert all(math.isnan(x) for x in others)

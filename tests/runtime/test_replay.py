@@ -6,8 +6,10 @@ import torch
 
 from farl.core.types import Group, PolicyStamp, Rollout
 from farl.errors import ConfigError
+from farl.runtime import consume
 from farl.runtime.batch import make_batch
 from farl.runtime.config import ReplayConfig
+from farl.runtime.needs import evaluate_logp
 from farl.runtime.replay import Distances, ReplayBuffer, choose, measure
 
 from .runs import again, assert_same_trajectory, make_config, metrics, run, run_until
@@ -107,3 +109,30 @@ def test_a_mixture_of_one_policy_is_refused(cache):
         make_config(cache, {"corrector.name": "matched_replay", "replay.policies": 1})
     with pytest.raises(ConfigError, match="replay.fraction=0.0: must be in"):
         make_config(cache, {"replay.fraction": 0.0})
+
+
+def test_replay_settings_that_cannot_act_are_refused(cache):
+    with pytest.raises(ConfigError, match="corrector='none' does not look at who drew a sample"):
+        make_config(cache, {"corrector": "none", "replay.policies": 4})
+    with pytest.raises(ConfigError, match="replay.fraction=0.9: nothing is replayed; set replay.policies to 2"):
+        make_config(cache, {"corrector": "ppo", "replay.fraction": 0.9})
+
+
+def test_served_weights_are_kept_for_mixtures_alone_and_are_those_that_drew(cache, tmp_path, monkeypatch):
+    assert make_config(cache, {"corrector": "matched_replay"}).keeps_served_weights
+    assert not make_config(cache, {"corrector": {"name": "matched_replay", "heuristic": "own"}}).keeps_served_weights
+    assert not make_config(cache, {"corrector": "ppo", "replay.policies": 4}).keeps_served_weights
+    seen = []
+    plain = consume.source_logps
+
+    def checked(policy, batch, source_P, presented, config):
+        for p, source in enumerate(source_P):
+            part = batch.select_groups(p, p + 1)
+            with presented(source):
+                seen.append((evaluate_logp(policy, part, config) - part.logp_behaviour_BT)[part.mask_BT].abs().max())
+        return plain(policy, batch, source_P, presented, config)
+
+    monkeypatch.setattr(consume, "source_logps", checked)
+    run(make_config(cache, REPLAY | {"forecast.rule": "copy"}), tmp_path / "a")
+    assert len(seen) > 7 * 8, "fresh and replayed"
+    assert max(seen) < 1e-5

@@ -1,5 +1,5 @@
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ from farl.correct import CorrectorConfig, make_corrector
 from farl.engines.transformers_engine import CausalPolicy
 from farl.errors import FarlError
 from farl.forecast import Forecaster
-from farl.runtime.config import LearnerConfig, LoopConfig, OptimizerConfig
+from farl.runtime.config import LearnerConfig, LoopConfig, OptimizerConfig, RolloutConfig
 from farl.runtime.needs import Minibatch, evaluate_logp, gradient_norms, source_logps
 from farl.runtime.step import SkipCounter, make_optimizer, probe_groups, stale_probe, update
 
@@ -43,6 +43,8 @@ def mini(batch, **known):
         {"name": "vcpo"},
         {"name": "tis", "base": "policy_gradient", "normalise": True},
         {"name": "gspo", "form": "direct", "clip_low": 0.1, "clip_high": 0.1},
+        {"name": "matched_replay"},
+        {"name": "matched_replay", "level": "sequence", "cap": 1.5},
     ],
     ids=lambda o: o["name"],
 )
@@ -54,10 +56,14 @@ def test_micro_batches_make_the_same_step(options):
             optimizer=OptimizerConfig(name="sgd", lr=0.1, beta1=0.0),
         )  # fmt: skip
         policy, optimizer, batch = make(config)
-        made = update(
-            policy, optimizer, make_corrector(config.corrector),
-            mini(batch, logp_proximal_BT=batch.logp_behaviour_BT), config=config, lr=0.1,
-        )  # fmt: skip
+        behaviour = batch.logp_behaviour_BT
+        shift = 0.2 * torch.randn(behaviour.shape, generator=torch.Generator().manual_seed(0))
+        known = {
+            "logp_proximal_BT": behaviour,
+            "logp_sources_BTK": torch.stack([behaviour, behaviour + shift], dim=-1),
+            "log_share_BK": torch.tensor([0.7, 0.3]).log().expand(len(behaviour), 2),
+        }
+        made = update(policy, optimizer, make_corrector(config.corrector), mini(batch, **known), config=config, lr=0.1)
         results.append((made.metrics, torch.cat([p.detach().flatten() for p in policy.module.parameters()])))
     for metrics, weights in results[1:]:
         assert torch.allclose(weights, results[0][1], atol=1e-6)
@@ -126,7 +132,8 @@ def test_gradient_norms_are_those_of_each_trajectory():
 def test_sources_are_the_recorded_log_probs_where_a_policy_drew_and_evaluated_ones_elsewhere():
     config = LoopConfig(learner=LearnerConfig(micro_groups=1))
     policy, _, batch = make(config)
-    source = [7 if g == 0 else 5 for g in batch.group_B.tolist()]
+    source = [7, *[5] * (batch.num_prompts - 1)]
+    of_seven = batch.group_B == 0
     shown = []
 
     @contextmanager
@@ -142,18 +149,69 @@ def test_sources_are_the_recorded_log_probs_where_a_policy_drew_and_evaluated_on
 
     logp, log_share = source_logps(policy, batch, source, presented, config)
     assert shown == [7, 5], "newest first"
-    assert log_share[0].exp().tolist() == pytest.approx([source.count(7) / 11, source.count(5) / 11])
-    own = torch.tensor([[0 if s == 7 else 1] for s in source])
+    assert log_share[0].exp().tolist() == pytest.approx([float(of_seven.sum()) / 11, float((~of_seven).sum()) / 11])
+    own = (~of_seven).long().unsqueeze(1)
     picked = logp.gather(2, own[:, :, None].expand(-1, logp.shape[1], 1)).squeeze(2)
     assert torch.equal(picked, batch.logp_behaviour_BT)
     with presented(5):
         of_five = evaluate_logp(policy, batch, config)
-    rows = torch.tensor([s == 7 for s in source])
-    assert torch.allclose(logp[rows][:, :, 1], of_five[rows], atol=1e-5)
-    alone, share = source_logps(policy, batch, [3] * 11, presented, config)
+    assert torch.allclose(logp[of_seven][:, :, 1], of_five[of_seven], atol=1e-5)
+    alone, share = source_logps(policy, batch, [3] * batch.num_prompts, presented, config)
     assert torch.equal(alone[:, :, 0], batch.logp_behaviour_BT)
     assert float(share[0]) == 0.0
     assert shown == [7, 5, 5], "one policy needs no pass"
+
+
+def test_shares_count_the_groups_that_taught_something():
+    """Only those are ever stored, so the fresh policy must not get a share for its others."""
+    config = LoopConfig()
+    policy, _, batch = make(config)
+    sizes = torch.bincount(batch.group_B).tolist()
+    source = [2, 2, *[1] * (len(sizes) - 2)]
+    no_advantage = batch.advantage_BT * (batch.group_B != 0).unsqueeze(1)
+    _, log_share = source_logps(
+        policy, replace(batch, advantage_BT=no_advantage), source, lambda _: nullcontext(), config
+    )
+    assert log_share[0].exp().tolist() == pytest.approx([sizes[1] / sum(sizes[1:]), sum(sizes[2:]) / sum(sizes[1:])])
+    only_old = batch.advantage_BT * (batch.group_B > 1).unsqueeze(1)
+    logp, log_share = source_logps(
+        policy, replace(batch, advantage_BT=only_old), source, lambda _: nullcontext(), config
+    )
+    assert logp.shape[2] == 1, "a policy without a share is not in the mixture"
+    assert float(log_share[0]) == 0.0
+    logp, _ = source_logps(policy, replace(batch, advantage_BT=0 * only_old), source, lambda _: nullcontext(), config)
+    assert logp.shape[2] == 2
+
+
+class Counting(CausalPolicy):
+    """Counts passes, and the sequences in each."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.sizes = []
+
+    def logp(self, batch, *, temperature):
+        self.sizes.append(batch.num_sequences)
+        return super().logp(batch, temperature=temperature)
+
+
+@pytest.mark.parametrize(("name", "micro", "passes"), [("m2po", None, 1), ("m2po", 1, 2), ("none", None, 1)])
+def test_batch_statistics_cost_a_pass_only_under_micro_batches(name, micro, passes):
+    config = LoopConfig(corrector=CorrectorConfig(name=name), learner=LearnerConfig(micro_groups=micro))
+    policy, optimizer, batch = make(config)
+    policy = Counting(policy.module)
+    update(policy, optimizer, make_corrector(config.corrector), mini(batch), config=config, lr=0.1)
+    assert sum(policy.sizes) == passes * batch.num_sequences
+
+
+def test_a_large_batch_is_evaluated_in_pieces_of_an_update():
+    config = LoopConfig(rollout=RolloutConfig(prompts_per_batch=2))
+    policy, _, batch = make(config)
+    whole = policy.logp(batch, temperature=1.0)
+    policy = Counting(policy.module)
+    assert torch.allclose(evaluate_logp(policy, batch, config), whole, atol=1e-6)
+    sizes = torch.bincount(batch.group_B).tolist()
+    assert policy.sizes == [sum(sizes[i : i + 2]) for i in range(0, len(sizes), 2)]
 
 
 @pytest.mark.parametrize("odd", [math.nan, -math.inf])

@@ -7,6 +7,7 @@ plain JSON here; how they are sent is the business of `runtime`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -98,10 +99,10 @@ class Rollout:
     stamp: PolicyStamp
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain JSON types; `from_json` inverts it exactly (floats round-trip in JSON)."""
+        """Returns plain JSON types; `from_json` inverts it exactly; log-probs that are not finite become NaN."""
         return {
             "ids": list(self.ids),
-            "logp_behaviour": list(self.logp_behaviour),
+            "logp_behaviour": [x if math.isfinite(x) else None for x in self.logp_behaviour],
             "finished": self.finished,
             "reward": self.reward,
             "text": self.text,
@@ -113,7 +114,7 @@ class Rollout:
         """Inverse of `to_json`."""
         return cls(
             ids=tuple(data["ids"]),
-            logp_behaviour=tuple(data["logp_behaviour"]),
+            logp_behaviour=tuple(math.nan if x is None else x for x in data["logp_behaviour"]),
             finished=data["finished"],
             reward=data["reward"],
             text=data["text"],

@@ -36,13 +36,11 @@ def not_negative(**values: float | None) -> None:
 
 
 def band(floor: float | None, cap: float | None) -> None:
-    """Refuses bands of a weight that are empty or below 0."""
-    if floor is not None and not floor >= 0:
-        raise ConfigError(f"corrector.floor={floor}: must be 0 or more, an absolute bound of the weight")
-    if cap is not None and not cap > 0:
-        raise ConfigError(f"corrector.cap={cap}: must be above 0, an absolute bound of the weight")
-    if floor is not None and cap is not None and floor > cap:
-        raise ConfigError(f"corrector.floor={floor}, cap={cap}: floor must not be above cap")
+    """Refuses bands of a weight that leave out 1, the weight of on-policy tokens."""
+    if floor is not None and not 0 <= floor <= 1:
+        raise ConfigError(f"corrector.floor={floor}: must be in [0, 1], an absolute bound below on-policy weights")
+    if cap is not None and not cap >= 1:
+        raise ConfigError(f"corrector.cap={cap}: must be 1 or more, an absolute bound above on-policy weights")
 
 
 def dual(dual_clip: float | None) -> None:

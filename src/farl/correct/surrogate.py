@@ -28,9 +28,7 @@ def policy_gradient(form: str) -> SurrogateFunction:
     def surrogate(inputs: LossInputs) -> Surrogate:
         logp_BT = inputs.logp_learner_BT
         factor_BT = torch.exp(logp_BT - logp_BT.detach()) if form == "ratio" else logp_BT
-        return Surrogate(
-            -inputs.advantage_BT * factor_BT, None, filled(inputs.advantage_BT, 1.0)
-        )
+        return Surrogate(-inputs.advantage_BT * factor_BT, None, filled(inputs.advantage_BT, 1.0))
 
     return surrogate
 
@@ -206,14 +204,16 @@ def pulled(base: SurrogateFunction, anchor: LogpFunction, coefficient: float) ->
 def with_advantage(base: SurrogateFunction, baseline_P: Tensor, scale_P: Tensor) -> SurrogateFunction:
     """The base surrogate on `(reward - baseline) / scale` of each sequence's group.
 
-    Sequences whose given advantages are all 0 (groups that were left out) stay out.
+    Groups whose given advantages are all 0 (they were left out) stay out.
     """
 
     def surrogate(inputs: LossInputs) -> Surrogate:
         assert inputs.reward_B is not None
         assert inputs.group_B is not None
         advantage_B = (inputs.reward_B - baseline_P[inputs.group_B]) / scale_P[inputs.group_B]
-        in_use_BT = inputs.mask_BT & (inputs.advantage_BT != 0).any(dim=1, keepdim=True)
+        taught_B = (inputs.advantage_BT != 0).any(dim=1).to(baseline_P.dtype)
+        taught_P = torch.zeros_like(baseline_P).index_add(0, inputs.group_B, taught_B)
+        in_use_BT = inputs.mask_BT & (taught_P > 0)[inputs.group_B].unsqueeze(1)
         advantage_BT = torch.where(in_use_BT, advantage_B.unsqueeze(1).to(inputs.advantage_BT.dtype), 0.0)
         return base(replace(inputs, advantage_BT=advantage_BT))
 

@@ -203,6 +203,8 @@ def vcpo(
     check.positive(base_ess_fraction=base_ess_fraction)
     check.one_of("step_scale", step_scale, ("sqrt", "linear", "off"))
     check.one_of("baseline", baseline, ("optimal", "given"))
+    if baseline == "given":
+        check.only("divide_by_std", divide_by_std or None, "baseline='optimal'")
     behaviour, optimal = logp_of("behaviour"), baseline == "optimal"
     surrogate = policy_gradient("ratio")
     return Corrector(

@@ -5,7 +5,7 @@ Counts of time are learner updates unless a name says batches or seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 from farl.core.types import DTYPES
@@ -195,7 +195,8 @@ class ReplayConfig:
     Attributes:
         policies: K, behaviour policies in use, the newest included; 0 or 1 turns replay off. None is 4 with the
             corrector `matched_replay` and 0 with any other.
-        fraction: replayed groups for each fresh group, at most.
+        fraction: replayed groups for each fresh group at most, rounded up to a group; of each policy so many of the
+            groups that taught something are stored, the first ones of their batch.
         min_ess_fraction: a policy is used while the importance weights of its tokens keep this share of their number
             as effective sample size.
         max_weight_variance: a group is used while the mean of (learner / behaviour - 1)^2 over its tokens is below.
@@ -241,6 +242,8 @@ class RecordConfig:
             _at_least("record", name, getattr(self, name), 0)
         _at_least("record", "keep_checkpoints", self.keep_checkpoints, 1)
 
+
+_NO_REPLAY = ReplayConfig()
 
 _REPLAY_POLICIES = 4
 """K where the corrector asks for replay and the config does not say."""
@@ -289,10 +292,11 @@ class LoopConfig:
         if self.corrector.anchor == "proximal" and updates == 1:
             raise ConfigError(
                 "corrector.anchor='proximal': with pipeline.updates_per_batch=1 the proximal policy is the learner "
-                "itself and nothing is ever clipped; anchor at 'behaviour', or make several updates from a batch"
+                "itself, every ratio to it is 1 and no clip or pull acts; anchor at 'behaviour', or make several "
+                "updates from a batch"
             )
-
-        if Need.REFERENCE in make_corrector(self.corrector).needs:
+        corrector = make_corrector(self.corrector)
+        if Need.REFERENCE in corrector.needs:
             raise ConfigError(
                 f"corrector={self.corrector.name!r}: needs reference log-probs, and the loop keeps no reference policy"
             )
@@ -300,6 +304,19 @@ class LoopConfig:
             raise ConfigError(
                 f"replay.policies={self.replay.policies}: corrector.name='matched_replay' weights by a mixture of "
                 "policies and needs 2 or more; for one policy use 'tis' with base='policy_gradient'"
+            )
+        if self.num_replay_policies > 1 and not corrector.reads_behaviour:
+            raise ConfigError(
+                f"replay.policies={self.replay.policies}: corrector={corrector.name!r} does not look at who drew a "
+                "sample and would take replayed ones for the learner's own; use 'matched_replay', or 'tis' with "
+                "base='policy_gradient'"
+            )
+        unused = [f.name for f in fields(ReplayConfig) if f.name != "policies"]
+        changed = [n for n in unused if getattr(self.replay, n) != getattr(_NO_REPLAY, n)]
+        if changed and self.num_replay_policies < 2:
+            raise ConfigError(
+                f"replay.{changed[0]}={getattr(self.replay, changed[0])}: nothing is replayed; set replay.policies to "
+                "2 or more, or leave it out"
             )
 
     @property
@@ -312,6 +329,11 @@ class LoopConfig:
         if self.replay.policies is None:
             return _REPLAY_POLICIES if self._mixes else 0
         return self.replay.policies
+
+    @property
+    def keeps_served_weights(self) -> bool:
+        """Whether weights are kept after they were served, to evaluate other policies' samples under them."""
+        return self.num_replay_policies > 1 and Need.SOURCES in make_corrector(self.corrector).needs
 
     @property
     def groups_per_update(self) -> int:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class _Part:
 
     @property
     def sources(self) -> list[int]:
-        return [g.source for g in self.groups for _ in g.advantage]
+        return [g.source for g in self.groups]
 
 
 class Consumer:
@@ -73,6 +73,8 @@ class Consumer:
         self._skips = skips
         self._config = config
         self.corrector = make_corrector(config.corrector)
+        if self.corrector.horizon is None:
+            self.corrector = replace(self.corrector, horizon=config.rollout.max_new_tokens)
         self._max_replayed = math.ceil(config.replay.fraction * config.rollout.prompts_per_batch)
         self._num_sources = max(config.num_replay_policies - 1, 0)
         self.replay = ReplayBuffer(self._num_sources, self._max_replayed)
@@ -97,6 +99,7 @@ class Consumer:
         fresh = [
             StoredGroup(group=g, advantage=tuple(a), source=batch) for g, a in zip(groups, advantages, strict=True)
         ]
+        start_s = time.monotonic()
         replayed, shared = self._choose_replayed()
         shared |= _batch_metrics(groups, num_equal, num_failed)
         size = config.groups_per_update
@@ -106,9 +109,10 @@ class Consumer:
         ]
         anchors: list[Tensor | None] = [None] * updates
         if updates > 1 and Need.PROXIMAL in self.corrector.needs:
-            anchors = [evaluate_logp(self._policy, self._minibatch(part).batch, config) for part in parts]
+            # the learner's own log-probs are exact for the first update
+            later = [self._minibatch(part, with_sources=False).batch for part in parts[1:]]
+            anchors[1:] = [evaluate_logp(self._policy, batch, config) for batch in later]
         for part, anchor_BT in zip(parts, anchors, strict=True):
-            start_s = time.monotonic()
             metrics = self._update(self._minibatch(part, anchor_BT), groups[0], damping)
             yield {
                 "update": self._forecaster.version,
@@ -117,6 +121,7 @@ class Consumer:
                 **metrics,
                 "time/train_s": time.monotonic() - start_s,
             }
+            start_s = time.monotonic()
         self.replay.add(batch, groups, advantages)
         self._publisher.forget_policies(before=batch + 1 - self._num_sources)
 
@@ -131,7 +136,8 @@ class Consumer:
         sources = [s.source for s in stored]
         distances = measure(whole, evaluate_logp(self._policy, whole, self._config), sources)
         chosen = choose(distances, sources, max_groups=self._max_replayed, config=self._config.replay)
-        return [stored[i] for i in chosen], {
+        newest_first = sorted((stored[i] for i in chosen), key=lambda s: -s.source)
+        return newest_first, {
             "replay/num_groups": len(chosen),
             "replay/num_policies": len({sources[i] for i in chosen}),
             "replay/ess_fraction_min": min(distances.ess_fraction.values()),
@@ -159,6 +165,7 @@ class Consumer:
 
     def _update(self, mini: Minibatch, group: Group, damping: float) -> dict[str, Any]:
         config, stamp = self._config, group.rollouts[0].stamp
+        fresh_lag = self._forecaster.version - stamp.base_version
         probed: dict[str, float] = {}
 
         def probe(logp_learner_BT: Tensor) -> None:
@@ -186,6 +193,7 @@ class Consumer:
             **result.metrics,
             **probed,
             **scored,
+            "lag/fresh_versions": fresh_lag,
             "forecast/rule": stamp.rule,
             "forecast/damping": damping,
             "forecast/horizon_versions": stamp.horizon,

@@ -6,9 +6,11 @@ Suffixes: B sequences, T completion positions, P groups, K behaviour policies.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -65,10 +67,14 @@ def micro_slices(num_groups: int, micro_groups: int | None) -> Iterator[tuple[in
 
 @torch.no_grad()
 def evaluate_logp(policy: Policy, batch: TrainBatch, config: LoopConfig) -> Tensor:
-    """Log-probs of a batch under the policy's present weights, without gradient, float32 [B, T]."""
+    """Log-probs of a batch under the policy's present weights, without gradient, float32 [B, T].
+
+    Larger batches than one update's go through in pieces of that size.
+    """
+    size = config.learner.micro_groups or config.groups_per_update
     parts = [
         policy.logp(batch.select_groups(a, b), temperature=config.rollout.temperature)
-        for a, b in micro_slices(batch.num_prompts, config.learner.micro_groups)
+        for a, b in micro_slices(batch.num_prompts, size)
     ]
     return torch.cat(parts)
 
@@ -76,14 +82,16 @@ def evaluate_logp(policy: Policy, batch: TrainBatch, config: LoopConfig) -> Tens
 def gradient_norms(policy: Policy, batch: TrainBatch, config: LoopConfig) -> Tensor:
     """Norm of the gradient of each trajectory's log-prob with respect to the trained parameters, float32 [B].
 
-    One forward and backward pass for each sequence alone: the flops of one more update, in B small passes. On a small
-    model the passes cost far more than their flops (tiny-addition, B = 256: forty times an update).
+    0 for groups without an advantage, from which nothing is learned. One forward and backward pass for each other
+    sequence alone: the flops of one more update, in B small passes. On a small model the passes cost far more than
+    their flops (tiny-addition: see `time/train_s` of vcpo in benchmarks/results/every_corrector.json).
     """
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
     norms = []
+    in_use = {int(p) for p in batch.group_B[(batch.advantage_BT != 0).any(dim=1)]}
     for b in range(batch.num_sequences):
         single = _one_sequence(batch, b)
-        if not bool(single.mask_BT.any()):
+        if int(batch.group_B[b]) not in in_use or not bool(single.mask_BT.any()):
             norms.append(torch.zeros(()))
             continue
         logp_1T = policy.logp(single, temperature=config.rollout.temperature)
@@ -114,34 +122,49 @@ def _one_sequence(batch: TrainBatch, b: int) -> TrainBatch:
 def source_logps(
     policy: Policy,
     batch: TrainBatch,
-    source_B: Sequence[int],
+    source_P: Sequence[int],
     presented: Callable[[int], AbstractContextManager[None]],
     config: LoopConfig,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of every sequence under every behaviour policy of the batch.
 
-    What a policy says of the sequences it drew itself is what its sampler reported; the rest takes one forward pass of
-    the batch for each policy, none if there is only one.
+    What a policy says of the sequences it drew itself is what its sampler reported; of the others it takes a forward
+    pass. Shares count the sequences of groups that have an advantage, the only ones that are ever stored for replay:
+    a policy's share is then of the samples that the gradient is made of.
 
     Args:
         policy: evaluates.
-        batch: of sequences from one or more policies.
-        source_B: which policy drew each sequence.
+        batch: of groups from one or more policies; the groups of one policy stand together.
+        source_P: which policy drew each group.
         presented: shows the weights of a source through the policy, inside a `with` block.
         config: temperature and micro-batches.
 
     Returns:
-        Nats [B, T, K] and the log of each policy's share of the sequences [B, K], newest policy first.
+        Nats [B, T, K] and the log of each policy's share [B, K], newest policy first; policies without a share are
+        not among the K, unless there is nothing else.
     """
-    sources = sorted(set(source_B), reverse=True)
-    of_source_B = torch.tensor([sources.index(s) for s in source_B])
+    taught_B = (batch.advantage_BT != 0).any(dim=1)
+    taught = set(batch.group_B[taught_B].tolist()) or set(range(batch.num_prompts))
+    of_group = batch.group_B.tolist()
+    counts = Counter(source_P[p] for p in of_group if p in taught)
+    sources = sorted(counts, reverse=True)
     columns = []
-    for k, source in enumerate(sources):
-        if len(sources) == 1:
-            columns.append(batch.logp_behaviour_BT)
-            continue
-        with presented(source):
-            evaluated_BT = evaluate_logp(policy, batch, config)
-        columns.append(torch.where((of_source_B == k).unsqueeze(1), batch.logp_behaviour_BT, evaluated_BT))
-    share_K = [math.log(sum(s == source for s in source_B) / len(source_B)) for source in sources]
-    return torch.stack(columns, dim=-1), torch.tensor(share_K).expand(len(source_B), len(sources))
+    for source in sources:
+        column_BT = batch.logp_behaviour_BT.clone()
+        for start, stop in _foreign_runs(source_P, source) if len(sources) > 1 else ():
+            rows_B = (batch.group_B >= start) & (batch.group_B < stop)
+            with presented(source):
+                column_BT[rows_B] = evaluate_logp(policy, batch.select_groups(start, stop), config)
+        columns.append(column_BT)
+    log_share_K = torch.tensor([math.log(counts[s] / counts.total()) for s in sources])
+    return torch.stack(columns, dim=-1), log_share_K.expand(batch.num_sequences, len(sources))
+
+
+def _foreign_runs(source_P: Sequence[int], source: int) -> Iterator[tuple[int, int]]:
+    """Maximal ranges of groups that other policies drew."""
+    start = 0
+    for own, run in groupby(source_P, key=lambda s: s == source):
+        length = len(list(run))
+        if not own:
+            yield start, start + length
+        start += length

@@ -46,7 +46,7 @@ class Publisher:
         self._config = config
         self._open: dict[int, Publication] = {}
         self._batch_damping: dict[int, float] = {}
-        self._keeps = config.num_replay_policies > 1
+        self._keeps = config.keeps_served_weights
         self._kept: dict[int, dict[str, Tensor]] = {}
         self.next_batch = 0
         self._next_dispatch_id = 0

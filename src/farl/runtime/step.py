@@ -78,9 +78,14 @@ def update(
     optimizer.zero_grad(set_to_none=True)
     norms_B = gradient_norms(policy, batch, config) if Need.GRADIENT_NORM in corrector.needs else None
     known = mini.loss_inputs(batch.logp_behaviour_BT, gradient_norm_B=norms_B)
-    context = None
+    slices = list(micro_slices(batch.num_prompts, config.learner.micro_groups))
+    context = whole_BT = None
     if Need.BATCH_STATISTICS in corrector.needs:
-        before_BT = evaluate_logp(policy, batch, config)
+        if len(slices) == 1:  # the pass that makes the gradient sees the whole batch
+            whole_BT = policy.logp(batch, temperature=config.rollout.temperature)
+            before_BT = whole_BT.detach()
+        else:
+            before_BT = evaluate_logp(policy, batch, config)
         context = corrector.prepare(mini.loss_inputs(before_BT, gradient_norm_B=norms_B))
     lr *= corrector.step_scale(context)
     for group in optimizer.param_groups:
@@ -89,10 +94,10 @@ def update(
     outputs: list[LossOutput] = []
     logps: list[Tensor] = []
     loss_value = 0.0
-    for start, stop in micro_slices(batch.num_prompts, config.learner.micro_groups):
+    for start, stop in slices:
         rows_B = (batch.group_B >= start) & (batch.group_B < stop)
         micro = batch.select_groups(start, stop)
-        logp_BT = policy.logp(micro, temperature=config.rollout.temperature)
+        logp_BT = policy.logp(micro, temperature=config.rollout.temperature) if whole_BT is None else whole_BT
         inputs = replace(known.select(rows_B), logp_learner_BT=logp_BT)
         if mini.logp_proximal_BT is None:
             inputs = replace(inputs, logp_proximal_BT=logp_BT.detach())

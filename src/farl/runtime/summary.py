@@ -76,7 +76,7 @@ def summarise(
     elapsed_s: float,
 ) -> Summary:
     """Computes the summary from per-update metrics; batches dispatched at version 0 have no lag to probe."""
-    lagged = [m for m in history if m.get("lag/mean_versions", 0) > 0]
+    lagged = [m for m in history if m.get("lag/fresh_versions", 0) > 0]
     rewards = {m["batch"]: m["reward/mean"] for m in history}
     return Summary(
         finished=finished,
