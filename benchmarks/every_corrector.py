@@ -26,9 +26,10 @@ SETTINGS = ["--pipeline.launch", "inline", "--pipeline.lag", "1", "--record.no-t
 
 
 def commit() -> str:
-    """The commit of the working tree, with a + if it has been changed."""
-    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=RESULTS.parent).stdout.strip()
+    """The last commit that changed the source."""
+    command = ["git", "log", "-1", "--format=%h", "--", "src"]
+    root = Path(__file__).parents[1]
+    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.strip()
 
 
 def run(name: str, rule: str, batches: int, seed: int) -> dict:

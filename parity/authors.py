@@ -92,7 +92,7 @@ def vcpo(root: Path):
             record.grad_norm_unscaled = float(norm[i])
             records.append(record)
         weight = torch.tensor([r.rollout_seq_is for r in records]).double()
-        mine = optimal_baseline(weight, norm, reward, torch.arange(6) // 3)
+        mine = optimal_baseline(weight, norm, reward, torch.arange(6) // 3, 2)
         theirs = [module.compute_opob_baseline(records, group) for group in (0, 1)]
         worst_baseline = max(worst_baseline, *(abs(float(mine[g]) - theirs[g]) for g in (0, 1)))
         ratio = module.compute_ess_info(records, 8.0)["ess_ratio"]

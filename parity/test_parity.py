@@ -75,7 +75,7 @@ ROWS = [
     ("trl", "dr_grpo, length 9", lambda: lib.trl("dr_grpo"), "ppo", {"anchor": "proximal", "reduction": SMSN, "horizon": 9}),
     ("trl", "dapo, delta 1.5", lambda: lib.trl("dapo", delta=1.5), "ppo", {"anchor": "proximal", "ratio_cap": 1.5}),
     ("trl", "grpo, sequence ratio", lambda: lib.trl("grpo", level="sequence", epsilon=0.1, epsilon_high=0.1), "gspo", {"anchor": "proximal", "form": "direct", "clip_low": 0.1, "clip_high": 0.1}),
-    ("trl", "luspo, sequence ratio", lambda: lib.trl("luspo", level="token", epsilon=0.2), "ppo", {"anchor": "proximal", "reduction": SMS}),
+    ("trl", "luspo", lambda: lib.trl("luspo", level="token", epsilon=0.2), "ppo", {"anchor": "proximal", "reduction": SMS}),
     ("trl", "cispo, epsilon_high 5", lambda: lib.trl("cispo", anchor="behaviour", epsilon_high=5.0), "cispo", {"bounds": "absolute", "clip_low": 0.0, "clip_high": 5.0}),
     ("trl", "sapo", lambda: lib.trl("sapo", anchor="behaviour"), "sapo", {}),
     ("trl", "vespo", lambda: lib.trl("vespo", anchor="behaviour"), "vespo", {}),

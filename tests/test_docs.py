@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from farl.correct import CORRECTORS
+
 from .runtime.runs import make_config, run
 
 ROOT = Path(__file__).parents[1]
@@ -101,3 +103,41 @@ def test_the_parity_table_is_there_and_within_its_tolerance():
     assert {row[0] for row in rows} == {"verl", "areal", "openrlhf", "trl", "skyrl"}
     assert all(int(batches) == 201 and float(v) <= 1e-6 and float(g) <= 1e-6 for _, batches, v, g in rows)
     assert f"on {len(rows)} comparisons of 201 batches each" in (ROOT / "README.md").read_text()
+
+
+def rows_of(table_after, path):
+    """Cells of the first table after a heading."""
+    text = (ROOT / path).read_text().split(table_after, 1)[1]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip(" `*") for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_table_of_costs_is_that_of_the_record():
+    record = json.loads((ROOT / "benchmarks" / "results" / "correctors.json").read_text())
+    columns = ("time_ratio", "time_ratio_with_diagnose", "time_ratio_compiled", "memory_ratio", "memory_ratio_compiled")
+    expected = [
+        [row["verl"], row["ours"], f"{row['verl_ms']:.1f}", *(f"{row[c]:.2f}" for c in columns)]
+        for row in record["rows"]
+    ]
+    expected.append(["median", "", "", *(f"{record['median'][c]:.2f}" for c in columns)])
+    assert rows_of("## What it costs", "docs/correctors.md")[: len(expected)] == expected
+
+
+def test_the_table_of_every_corrector_is_that_of_the_record():
+    record = json.loads((ROOT / "benchmarks" / "results" / "every_corrector.json").read_text())
+    pairs = {}
+    for row in record["rows"]:
+        pairs.setdefault(row["corrector"], {})[row["rule"]] = row
+    assert list(pairs) == list(CORRECTORS)
+    expected = []
+    for name, pair in pairs.items():
+        both = (pair["stale"], pair["auto"])
+        assert all(r["status"] == 0 and r["all_finite"] and r["num_skipped"] == 0 for r in both), name
+        expected.append([
+            name,
+            *(f"{r['accuracy_after']:.3f}" for r in both),
+            *(f"{r['reward_last_tenth']:.3f}" for r in both),
+            *(f"{r['kl_nats']:.1e}" for r in both),
+            *(f"{r['clip_fraction'] + r['mask_fraction']:.4f}" for r in both),
+        ])  # fmt: skip
+    assert rows_of("## 2026-12-03 Every corrector", "docs/experiments.md")[: len(expected)] == expected

@@ -128,8 +128,12 @@ def _policy_gradient_part(corrector: Corrector, inputs: LossInputs) -> Tensor:
 
 
 def padding(corrector: Corrector) -> None:
-    """What stands outside the mask changes neither value nor gradient, be it NaN."""
+    """What stands outside the mask changes neither value nor gradient, be it NaN, nor does a row without tokens."""
     inputs = example_inputs()
+    empty_row = 3
+    mask_BT = inputs.mask_BT.clone()
+    mask_BT[empty_row] = False
+    inputs = replace(inputs, mask_BT=mask_BT)
     value, gradient_BT = corrector.loss(inputs), _gradient(corrector, inputs)
     _require(not gradient_BT[~inputs.mask_BT].any(), "padding has a gradient")
     for garbage in (math.nan, math.inf, -math.inf, 1e30):
@@ -139,6 +143,9 @@ def padding(corrector: Corrector) -> None:
             if f.name.rsplit("_", 1)[1] in ("BT", "BTK") and tensor.is_floating_point():
                 mask = inputs.mask_BT if tensor.ndim == 2 else inputs.mask_BT.unsqueeze(-1)
                 dirty[f.name] = torch.where(mask, tensor.detach(), garbage)
+            elif f.name in ("reward_B", "gradient_norm_B"):
+                dirty[f.name] = tensor.clone()
+                dirty[f.name][empty_row] = garbage
         other = replace(inputs, **dirty)
         other.logp_learner_BT.requires_grad_()
         _require(torch.equal(corrector.loss(other), value), f"{garbage} at padding changes the loss")
@@ -163,6 +170,9 @@ def zero_advantage(corrector: Corrector) -> None:
 def micro_batches(corrector: Corrector) -> None:
     """The losses of micro-batches, with the context of the whole batch, add up to the batch's."""
     inputs = example_inputs(sequences=8)
+    advantage_BT = inputs.advantage_BT.clone()
+    advantage_BT[1] = 0.0  # of a group that is in use
+    inputs = replace(inputs, advantage_BT=advantage_BT)
     context = corrector.prepare(inputs)
     denominator = corrector.denominator(inputs.mask_BT, context)
     whole, gradient_BT = corrector.loss(inputs), _gradient(corrector, inputs)
@@ -211,17 +221,15 @@ def weight(corrector: Corrector) -> None:
 
 
 def finite(corrector: Corrector) -> None:
-    """Loss and gradient are finite at ratios of exp(-300) and exp(300)."""
-    for shift in (300.0, -300.0):
+    """Loss and gradient are finite at ratios of exp(-300) and exp(300) to the behaviour or the proximal policy."""
+    names = ("logp_behaviour_BT", "logp_sources_BTK"), ("logp_proximal_BT",)
+    for shift, moved in itertools.product((300.0, -300.0), names):
         inputs = example_inputs(dtype=torch.float32)
-        assert inputs.logp_sources_BTK is not None
-        inputs = replace(
-            inputs,
-            logp_behaviour_BT=inputs.logp_behaviour_BT + shift,
-            logp_sources_BTK=inputs.logp_sources_BTK + shift,
+        inputs = replace(inputs, **{name: getattr(inputs, name) + shift for name in moved})
+        _require(torch.isfinite(corrector.loss(inputs)), f"loss not finite with {moved[0]} off by {shift}")
+        _require(
+            torch.isfinite(_gradient(corrector, inputs)).all(), f"gradient not finite with {moved[0]} off by {shift}"
         )
-        _require(torch.isfinite(corrector.loss(inputs)), f"loss not finite at a log-ratio of {-shift}")
-        _require(torch.isfinite(_gradient(corrector, inputs)).all(), f"gradient not finite at a log-ratio of {-shift}")
 
 
 def detached(corrector: Corrector) -> None:
@@ -232,8 +240,8 @@ def detached(corrector: Corrector) -> None:
     inputs = replace(inputs, **tensors)
     copies = {f.name: getattr(inputs, f.name).detach().clone() for f in fields(LossInputs)}
     loss = corrector.loss(inputs)
-    others = [tensor for name, tensor in tensors.items() if name != "logp_learner_BT"]
-    for name, gradient in zip(tensors, torch.autograd.grad(loss, others, allow_unused=True), strict=False):
+    others = {name: tensor for name, tensor in tensors.items() if name != "logp_learner_BT"}
+    for name, gradient in zip(others, torch.autograd.grad(loss, list(others.values()), allow_unused=True), strict=True):
         _require(gradient is None, f"a gradient reaches {name}")
     for name, copy in copies.items():
         _require(torch.equal(getattr(inputs, name), copy), f"{name} was modified")
@@ -282,16 +290,17 @@ def needs(corrector: Corrector) -> None:
 
 
 def lost_log_probs(corrector: Corrector) -> None:
-    """A token without a finite behaviour log-prob is dropped; the others keep a finite gradient."""
-    for odd in (math.nan, math.inf, -math.inf):
+    """A token without a finite behaviour (or needed proximal) log-prob is dropped; others keep a finite gradient."""
+    names = ["logp_behaviour_BT", *(["logp_proximal_BT"] if Need.PROXIMAL in corrector.needs else [])]
+    for odd, name in itertools.product((math.nan, math.inf, -math.inf), names):
         inputs = example_inputs()
-        behaviour_BT = inputs.logp_behaviour_BT.clone()
-        behaviour_BT[:, 0] = odd
-        inputs = replace(inputs, logp_behaviour_BT=behaviour_BT)
+        lost_BT = getattr(inputs, name).clone()
+        lost_BT[:, 0] = odd
+        inputs = replace(inputs, **{name: lost_BT})
         output, gradient_BT = corrector(inputs), _gradient(corrector, inputs)
-        _require(not output.keep_BT[:, 0].any(), f"a token with behaviour log-prob {odd} is kept")
-        _require(not gradient_BT[:, 0].any(), f"a token with behaviour log-prob {odd} has a gradient")
-        _require(torch.isfinite(gradient_BT).all(), f"a behaviour log-prob of {odd} spoils other tokens")
+        _require(not output.keep_BT[:, 0].any(), f"a token with {name} {odd} is kept")
+        _require(not gradient_BT[:, 0].any(), f"a token with {name} {odd} has a gradient")
+        _require(torch.isfinite(gradient_BT).all(), f"{name} {odd} spoils other tokens")
 
 
 def _close(got: Tensor, expected: Tensor, message: str) -> None:

@@ -7,6 +7,7 @@ import torch
 
 import farl.correct
 from farl.correct import CORRECTORS, CorrectorConfig, make_corrector
+from farl.correct.catalogue import defaults_of
 from farl.correct.reduce import REDUCTIONS
 
 from .cases import GOLDEN, golden_inputs, gradient
@@ -86,7 +87,7 @@ def test_table_golden_file_sources_page_and_public_functions_name_the_same_set()
         ({"name": "none", "reduction": "mean"}, "corrector.reduction='mean'"),
         ({"name": "none", "horizon": 0}, "horizon=0: must be 1 token or more"),
         ({"name": "none", "horizon": 9}, "horizon=9: only with reduction='sequence_mean_token_sum_norm'"),
-        ({"name": "ppo", "ratio_cap": 0.9}, "ratio_cap=0.9: must be above 1"),
+        ({"name": "ppo", "ratio_cap": 0.9}, "ratio_cap=0.9: must be 1"),
         ({"name": "decoupled_ppo", "cap": -1.0}, "cap=-1.0: must be 1 or more"),
         ({"name": "tis", "floor": -0.1}, r"floor=-0.1: must be in \[0, 1\]"),
         ({"name": "icepop", "floor": 6.0}, r"floor=6.0: must be in \[0, 1\]"),
@@ -110,6 +111,16 @@ def test_table_golden_file_sources_page_and_public_functions_name_the_same_set()
             "divide_by_std=True: only with baseline='optimal'",
         ),
         ({"name": "mis", "cap": 0.5}, "cap=0.5: must be 1 or more"),
+        (
+            {"name": "vcpo", "step_scale": "off", "base_ess_fraction": 0.3},
+            "base_ess_fraction=0.3: only with step_scale=",
+        ),
+        ({"name": "cispo", "bounds": "absolute", "clip_low": 2.0}, "clip_low=2.0: must be 1 or less"),
+        ({"name": "ppo", "ratio_cap": 1.1}, r"ratio_cap=1.1: must be 1 \+ clip_high = 1.2 or more"),
+        ({"name": "dppo", "kl_penalty": math.inf}, "kl_penalty=inf: must be 0 or more and finite"),
+        ({"name": "dppo", "denominator": "kept"}, "denominator=kept: only with form='score' or kl_penalty=0"),
+        ({"name": "bapo", "upper_stop": math.inf}, "upper_stop=inf: must be above 0 and finite"),
+        ({"name": "bapo", "lower_stop": 1.1}, "lower_stop=1.1: must be 1 or less"),
         ({"name": "vespo", "decay_negative": 0.0}, "decay_negative=0.0: must be above 0"),
         ({"name": "opmd", "tau": 0.0}, "tau=0.0: must be above 0"),
         ({"name": "dro", "beta": math.inf}, "beta=inf: must be above 0 and finite"),
@@ -152,3 +163,26 @@ def test_every_reduction_is_known():
     for reduction in REDUCTIONS:
         corrector = make_corrector(CorrectorConfig(name="ppo", reduction=reduction))
         assert math.isfinite(corrector.loss(golden_inputs()).item())
+
+
+def test_defaults_are_the_numbers_of_the_authors():
+    """Literal, from shared/correctors.md and the sources named there, so that none can drift unseen."""
+    clip = {"clip_low": 0.2, "clip_high": 0.2}
+    expected = {
+        "none": {}, "ppo": clip, "dual_clip_ppo": {**clip, "dual_clip": 3.0},
+        "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+        "decoupled_ppo": {**clip, "cap": 5.0}, "a3po": {**clip, "cap": 5.0}, "tis": {**clip, "cap": 2.0},
+        "mis": {**clip, "cap": 3.0}, "icepop": {**clip, "floor": 0.5, "cap": 5.0}, "cispo": {},
+        "gspo": {"clip_low": 3e-4, "clip_high": 4e-4}, "gmpo": {"log_cap": 0.4},
+        "sapo": {"tau_positive": 1.0, "tau_negative": 1.05}, "m2po": {"threshold": 0.04}, "dppo": {}, "topr": {},
+        "vcpo": {"cap": 8.0, "base_ess_fraction": 1.0},
+        "vespo": {"power_positive": 2.0, "decay_positive": 3.0, "power_negative": 3.0, "decay_negative": 2.0},
+        "bapo": {
+            "target": 1.0, "lower_start": 0.6, "lower_stop": 0.8, "upper_start": 1.2, "upper_stop": 2.0,
+            "bound_step": 0.05, "dual_clip": 3.0,
+        },
+        "aspo": {**clip, "weight_cap": 3.0}, "opsm": {**clip, "delta": 0.5}, "opmd": {"tau": 0.1},
+        "dro": {"beta": 0.05}, "glm5": clip, "matched_replay": {"cap": 2.0},
+    }  # fmt: skip
+    got = {name: {k: v for k, v in defaults_of(name).items() if isinstance(v, float)} for name in CORRECTORS}
+    assert got == expected

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import farl.correct
 from farl.correct import CORRECTORS, CorrectorConfig, LossInputs, Treatment, diagnose, make_corrector
 from farl.correct.adapt import balanced_bounds, optimal_baseline
 from farl.correct.catalogue import create, defaults_of, source_of
@@ -249,14 +250,14 @@ def test_the_optimal_baseline_has_the_least_variance():
     inputs = random_inputs(3)
     weight, norm, reward = torch.tensor([3.0, 1.0, 0.5]), torch.tensor([1.0, 2.0, 1.0]), torch.tensor([1.0, 0.0, 0.5])
     group = torch.tensor([0, 0, 0])
-    best = optimal_baseline(weight, norm, reward, group)[0]
+    best = optimal_baseline(weight, norm, reward, group, 1)[0]
 
     def second_moment(b):
         return float(((weight * norm).double().square() * (reward.double() - b).square()).sum())
 
     assert second_moment(best) < second_moment(best + 0.01)
     assert second_moment(best) < second_moment(best - 0.01)
-    none = optimal_baseline(torch.zeros(3), norm, reward, group)
+    none = optimal_baseline(torch.zeros(3), norm, reward, group, 1)
     assert float(none[0]) == pytest.approx(0.5), "the mean where no sample has weight"
     assert inputs.group_B is not None
 
@@ -279,6 +280,39 @@ def test_optimal_advantages_are_of_whole_groups():
     assert inputs.group_B.tolist() == [0, 0, 1, 1, 2, 2]
     assert (loss[:2][inputs.mask_BT[:2]] != 0).all()
     assert (loss[2:] == 0).all()
+
+
+def test_groups_count_from_zero_and_the_plain_function_takes_any_ids():
+    inputs = random_inputs(3)
+    for bad in (-1, 10**13):
+        group = inputs.group_B.clone()
+        group[0] = bad
+        with pytest.raises(ShapeError, match="group_B: ids from .* must be from 0 and below B=6; use torch.unique"):
+            create("vcpo").loss(replace(inputs, group_B=group))
+    arguments = {
+        "logp_learner": inputs.logp_learner_BT, "logp_behaviour": inputs.logp_behaviour_BT,
+        "advantage": inputs.advantage_BT, "mask": inputs.mask_BT, "reward": inputs.reward_B,
+        "gradient_norm": inputs.gradient_norm_B,
+    }  # fmt: skip
+    hashes = torch.tensor([2**40, 7, -5])[inputs.group_B]
+    assert farl.correct.vcpo(**arguments, group=hashes) == farl.correct.vcpo(**arguments, group=inputs.group_B)
+    with pytest.raises(ConfigError, match="step_scale='off': no part of a loss"):
+        farl.correct.vcpo(**arguments, group=hashes, step_scale="off")
+
+
+def test_absolute_bounds_of_cispo_begin_at_zero_as_in_trl():
+    inputs = random_inputs(3, spread=1.5)
+    absolute, offset = create("cispo", bounds="absolute"), create("cispo")
+    assert torch.equal(absolute(inputs).token_loss_BT, offset(inputs).token_loss_BT)
+    weight = create("cispo", bounds="absolute", clip_high=5.0)(inputs).weight_BT[inputs.mask_BT]
+    assert 0 < float(weight.min()) < 1
+
+
+def test_a_clipped_token_has_no_weight():
+    inputs = random_inputs(3, spread=1.5)
+    output = create("ppo")(inputs)
+    assert output.clipped_BT.any()
+    assert not output.weight_BT[output.clipped_BT].any()
 
 
 def test_the_search_of_bapo_ends_at_the_ends_of_its_ranges():
@@ -339,8 +373,8 @@ def test_diagnostics_by_hand():
     lag = torch.tensor([[1, 1], [3, 3]])
     metrics = diagnose(inputs, make("ppo", {})(inputs), lag_BT=lag, miss_BT=lag - 1)
     assert metrics["correct/clip_fraction"] == pytest.approx(2 / 3)  # 1.6 and 2.0 are above 1.2
-    assert metrics["correct/weight_max"] == pytest.approx(2.0)
-    assert metrics["correct/weight_mean"] == pytest.approx((1 + 1.6 + 2) / 3)
+    assert metrics["correct/weight_max"] == pytest.approx(1.0), "clipped ones have no weight"
+    assert metrics["correct/weight_mean"] == pytest.approx(1 / 3)
     assert metrics["policy/weight_variance"] == pytest.approx((0 + 0.36 + 1) / 3, rel=1e-5)
     assert metrics["lag/mean_versions"] == pytest.approx(5 / 3)
     assert metrics["lag/max_versions"] == 3

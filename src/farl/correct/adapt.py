@@ -16,6 +16,7 @@ from farl.correct.base import Adaptation, LossInputs, SurrogateFunction
 from farl.correct.ratio import LogpFunction, RatioFunction, weight_of
 from farl.correct.surrogate import clipped, with_advantage
 from farl.correct.treat import below_second_moment, importance_weight
+from farl.errors import ShapeError
 
 AdaptFunction = Callable[[LossInputs], Adaptation]
 StepScale = Literal["sqrt", "linear", "off"]
@@ -132,7 +133,9 @@ def ess_fraction(weight_B: Tensor) -> float:
     return float(weight_B.sum() ** 2 / (weight_B.square().sum() * len(weight_B)).clamp(min=1e-300))
 
 
-def optimal_baseline(weight_B: Tensor, gradient_norm_B: Tensor, reward_B: Tensor, group_B: Tensor) -> Tensor:
+def optimal_baseline(
+    weight_B: Tensor, gradient_norm_B: Tensor, reward_B: Tensor, group_B: Tensor, num_groups: int
+) -> Tensor:
     """The baseline of each group that minimises the variance of its off-policy gradient; [P].
 
         b = sum_i X_i^2 |g_i|^2 R_i / sum_i X_i^2 |g_i|^2        the plain mean if all weights are 0
@@ -140,27 +143,43 @@ def optimal_baseline(weight_B: Tensor, gradient_norm_B: Tensor, reward_B: Tensor
     Source: OPOB, arXiv 2602.17616; mit-han-lab/vcpo `compute_opob_baseline`.
     """
     share_B = (weight_B.double() * gradient_norm_B.double()).square()
-    num_groups = int(group_B.max()) + 1 if len(group_B) else 0
-
-    def per_group(value_B: Tensor) -> Tensor:
-        return torch.zeros(num_groups, dtype=torch.float64, device=value_B.device).index_add_(0, group_B, value_B)
-
-    total_P, count_P = per_group(share_B), per_group(torch.ones_like(share_B))
-    mean_P = per_group(reward_B.double()) / count_P.clamp(min=1)
-    weighted_P = per_group(share_B * reward_B.double()) / torch.where(total_P > 0, total_P, 1.0)
+    total_P = _group_sum(share_B, group_B, num_groups)
+    mean_P = _group_mean(reward_B.double(), group_B, num_groups)
+    weighted_P = _group_sum(share_B * reward_B.double(), group_B, num_groups) / torch.where(total_P > 0, total_P, 1.0)
     return torch.where(total_P > 0, weighted_P, mean_P)
+
+
+def _group_sum(value_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
+    zero_P = torch.zeros(num_groups, dtype=torch.float64, device=value_B.device)
+    return zero_P.index_add_(0, group_B, value_B.double())
+
+
+def _group_mean(value_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
+    count_P = _group_sum(torch.ones_like(value_B), group_B, num_groups)
+    return _group_sum(value_B, group_B, num_groups) / count_P.clamp(min=1)
 
 
 def _group_deviation(reward_B: Tensor, group_B: Tensor, num_groups: int) -> Tensor:
     """Population deviation of each group's rewards, [P]; the authors' choice of n, not n - 1."""
-    reward_B = reward_B.double()
+    centred_B = reward_B.double() - _group_mean(reward_B, group_B, num_groups)[group_B]
+    return _group_mean(centred_B.square(), group_B, num_groups).sqrt() + 1e-8
 
-    def mean(value_B: Tensor) -> Tensor:
-        zero_P = torch.zeros(num_groups, dtype=torch.float64, device=value_B.device)
-        count_P = zero_P.index_add(0, group_B, torch.ones_like(value_B)).clamp(min=1)
-        return zero_P.index_add(0, group_B, value_B) / count_P
 
-    return mean((reward_B - mean(reward_B)[group_B]).square()).sqrt() + 1e-8
+def _count_groups(group_B: Tensor) -> int:
+    """P, from ids that count from 0.
+
+    Raises:
+        ShapeError: for other ids.
+    """
+    if not len(group_B):
+        return 0
+    lowest, highest = int(group_B.min()), int(group_B.max())
+    if lowest < 0 or highest >= len(group_B):
+        raise ShapeError(
+            f"group_B: ids from {lowest} to {highest}, must be from 0 and below B={len(group_B)}; "
+            "use torch.unique(ids, return_inverse=True)[1]"
+        )
+    return highest + 1
 
 
 def variance_controlled(
@@ -180,20 +199,22 @@ def variance_controlled(
     """
 
     def adapt(inputs: LossInputs) -> Adaptation:
-        weight_B = weight_of(inputs.logp_learner_BT, anchor(inputs), inputs.mask_BT, "sequence").squeeze(1)
-        fraction = ess_fraction(weight_B[inputs.mask_BT.any(dim=1)])
-        relative = min(1.0, fraction / base_ess_fraction)
+        present_B = inputs.mask_BT.any(dim=1)
+        weight_B = weight_of(inputs.logp_learner_BT, anchor(inputs), inputs.mask_BT, "sequence").squeeze(1)[present_B]
+        relative = min(1.0, ess_fraction(weight_B) / base_ess_fraction)
         scale = {"sqrt": math.sqrt(relative), "linear": relative, "off": 1.0}[step_scale]
         if not optimal:
             return Adaptation(step_scale=scale)
         assert inputs.gradient_norm_B is not None
         assert inputs.reward_B is not None
         assert inputs.group_B is not None
-        baseline_P = optimal_baseline(weight_B, inputs.gradient_norm_B, inputs.reward_B, inputs.group_B)
-        scale_P = torch.ones_like(baseline_P)
-        if divide_by_std:
-            scale_P = _group_deviation(inputs.reward_B, inputs.group_B, len(baseline_P))
-        return Adaptation(surrogate=with_advantage(surrogate, baseline_P, scale_P), step_scale=scale)
+        num_groups = _count_groups(inputs.group_B)
+        norm_B, reward_B, group_B = (x[present_B] for x in (inputs.gradient_norm_B, inputs.reward_B, inputs.group_B))
+        baseline_P = optimal_baseline(weight_B, norm_B, reward_B, group_B, num_groups)
+        scale_P = _group_deviation(reward_B, group_B, num_groups) if divide_by_std else torch.ones_like(baseline_P)
+        # a group whose given advantages are all 0 was left out, and stays out
+        in_use_P = _group_sum((inputs.advantage_BT != 0).any(dim=1).double(), inputs.group_B, num_groups) > 0
+        return Adaptation(surrogate=with_advantage(surrogate, baseline_P, scale_P, in_use_P), step_scale=scale)
 
     return adapt
 

@@ -47,7 +47,8 @@ class LossInputs:
     """What a corrector may look at. Entries outside the mask are never read, whatever they hold.
 
     A token whose behaviour, proximal or source log-prob is not finite is dropped: no gradient, but it still counts in
-    the denominator, so that a sampler that loses some log-probs neither ends a run nor changes the step size.
+    the denominator (unless that is "kept"), so that a sampler that loses some log-probs neither ends a run nor changes
+    the step size. Learner log-probs and advantages are taken as they are: a NaN there is a NaN loss.
 
     Attributes:
         logp_learner_BT: nats of the sampled tokens under the learner; carries the gradient.
@@ -57,7 +58,7 @@ class LossInputs:
         logp_proximal_BT: nats under the anchor of the trust region, or None.
         logp_reference_BT: nats under the frozen regulariser, or None.
         reward_B: rewards, or None.
-        group_B: int64 group of each sequence, or None; the same number in every micro-batch of a batch.
+        group_B: int64 group of each sequence, counted from 0, or None; the same in every micro-batch of a batch.
         lag_BT: int64 versions, or None.
         gradient_norm_B: norm of the gradient of each trajectory's log-prob, or None.
         logp_sources_BTK: nats under each of the K behaviour policies that the batch was drawn from, or None.
@@ -93,7 +94,7 @@ class LossOutput:
         keep_BT: bool, the mask without the tokens that were dropped.
         clipped_BT: bool, kept tokens whose gradient a clip has stopped.
         factor_BT: detached factor that multiplies `advantage * grad logp` of a token that is kept and not clipped;
-            arbitrary elsewhere, `weight_BT` is the same with 0 where dropped.
+            arbitrary elsewhere, `weight_BT` is the same with 0 there.
         penalty_BT: the part of the loss that does not come from the advantage (a pull towards a policy), which
             dropped tokens have too; None for correctors without one.
     """
@@ -106,8 +107,8 @@ class LossOutput:
 
     @property
     def weight_BT(self) -> Tensor:
-        """What `advantage * grad logp` of each token was multiplied by; 0 where dropped. Computed on demand."""
-        return torch.where(self.keep_BT, self.factor_BT, 0.0)
+        """What `advantage * grad logp` of each token was multiplied by; 0 where dropped or clipped. Made on demand."""
+        return torch.where(self.keep_BT & ~self.clipped_BT, self.factor_BT, 0.0)
 
 
 @dataclass(frozen=True)

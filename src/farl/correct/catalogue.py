@@ -70,14 +70,6 @@ def make_corrector(config: CorrectorConfig) -> Corrector:
         return _imported(config.import_from, config.options)
     if config.options:
         raise ConfigError("corrector.options: only with corrector.import; catalogue options stand in [corrector]")
-    if config.name not in CORRECTORS:
-        raise unknown_name("corrector.name", config.name, CORRECTORS)
-    known = inspect.signature(CORRECTORS[config.name]).parameters
-    for name, value in options.items():
-        if name not in known:
-            raise ConfigError(
-                f"corrector.{name}={value!r}: {config.name} has no such option; it has {', '.join(known)}"
-            )
     return create(config.name, **options)
 
 
@@ -85,8 +77,14 @@ def create(name: str, **options: Any) -> Corrector:
     """Builds a corrector of the catalogue from its own options.
 
     Raises:
-        ConfigError: for a value that cannot work.
+        ConfigError: for an unknown name, an option the corrector does not have, or a value that cannot work.
     """
+    if name not in CORRECTORS:
+        raise unknown_name("corrector.name", name, CORRECTORS)
+    known = inspect.signature(CORRECTORS[name]).parameters
+    for option, value in options.items():
+        if option not in known:
+            raise ConfigError(f"corrector.{option}={value!r}: {name} has no such option; it has {', '.join(known)}")
     if options.get("reduction") is not None and options["reduction"] not in REDUCTIONS:
         raise unknown_name("corrector.reduction", str(options["reduction"]), REDUCTIONS)
     check.one_of("denominator", str(options.get("denominator", "original")), ("original", "kept"))

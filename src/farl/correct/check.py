@@ -31,8 +31,8 @@ def positive(**values: float | None) -> None:
 def not_negative(**values: float | None) -> None:
     """Refuses numbers below 0; None passes."""
     for name, value in values.items():
-        if value is not None and not value >= 0:
-            raise ConfigError(f"corrector.{name}={value}: must be 0 or more")
+        if value is not None and not (value >= 0 and math.isfinite(value)):
+            raise ConfigError(f"corrector.{name}={value}: must be 0 or more and finite")
 
 
 def band(floor: float | None, cap: float | None) -> None:
@@ -54,6 +54,13 @@ def above_one(**values: float | None) -> None:
     for name, value in values.items():
         if value is not None and not value > 1:
             raise ConfigError(f"corrector.{name}={value}: must be above 1, the ratio of on-policy tokens")
+
+
+def at_most_one(**values: float) -> None:
+    """Refuses lower bounds of a ratio that would touch on-policy tokens."""
+    for name, value in values.items():
+        if not value <= 1:
+            raise ConfigError(f"corrector.{name}={value}: must be 1 or less, the ratio of on-policy tokens")
 
 
 def ordered(minimum: float, *pairs: tuple[str, float]) -> None:

@@ -12,6 +12,7 @@ from farl.correct.ratio import Level, LogpFunction, approximate_proximal, geomet
 from farl.correct.reduce import Denominator, Reduction
 from farl.correct.surrogate import clipped, flipped, geometric_mean, smooth_gate
 from farl.correct.treat import importance_weight
+from farl.errors import ConfigError
 
 Anchor = Literal["behaviour", "proximal"]
 Action = Literal["mask", "clamp"]
@@ -33,7 +34,11 @@ def ppo_clip(
     """PPO's surrogate from offsets around 1."""
     check.offsets(clip_low, clip_high)
     check.dual(dual_clip)
-    check.above_one(ratio_cap=ratio_cap)
+    if ratio_cap is not None and not ratio_cap >= 1 + clip_high:
+        raise ConfigError(
+            f"corrector.ratio_cap={ratio_cap}: must be 1 + clip_high = {1 + clip_high} or more; it bounds what the "
+            "clip leaves free"
+        )
     return clipped(token_ratio(anchor), 1 - clip_low, 1 + clip_high, dual_clip=dual_clip, ratio_cap=ratio_cap)
 
 
@@ -296,8 +301,9 @@ def bapo(
     check.positive(target=target, bound_step=bound_step)
     check.dual(dual_clip)
     check.ordered(0.0, ("lower_start", lower_start), ("lower_stop", lower_stop))
+    check.at_most_one(lower_stop=lower_stop)
     check.ordered(1.0, ("upper_start", upper_start), ("upper_stop", upper_stop))
-    check.ordered(0.0, ("lower_stop", lower_stop), ("upper_start", upper_start))
+    check.positive(upper_stop=upper_stop)
     policy, needs = anchored(anchor)
     ratio = token_ratio(policy)
     return Corrector(

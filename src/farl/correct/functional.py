@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from farl.correct.base import LossInputs
 from farl.correct.catalogue import CORRECTORS, create
+from farl.errors import ConfigError
 
 
 class LossFunction(Protocol):
@@ -25,7 +27,7 @@ class LossFunction(Protocol):
         mask: bool [B, T], True on tokens that are trained on.
         logp_proximal: nats [B, T] under the anchor of the trust region.
         reward: [B].
-        group: int64 [B], prompt of each sequence.
+        group: int64 [B], prompt of each sequence; any ids.
         lag: int64 [B, T] versions.
         gradient_norm: [B], of each trajectory's log-prob.
         logp_sources: nats [B, T, K] under each behaviour policy of the batch.
@@ -33,7 +35,8 @@ class LossFunction(Protocol):
         options: those of the factory of the same name.
 
     Returns:
-        The loss to be minimised, a scalar, of the whole batch.
+        The loss to be minimised, a scalar, of the whole batch. What is no part of a loss, the step scale of `vcpo`,
+        takes `create(name, ...)` and its `prepare` and `step_scale`.
 
     Raises:
         ConfigError: for something the corrector needs and did not get, or an option that cannot work.
@@ -75,6 +78,13 @@ def _function(name: str) -> LossFunction:
         log_share: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
+        if "step_scale" in options:
+            raise ConfigError(
+                f"step_scale={options['step_scale']!r}: no part of a loss; scale the learning rate by "
+                f"corrector.step_scale(corrector.prepare(inputs)) of farl.correct.create({name!r}, ...)"
+            )
+        if group is not None:
+            group = torch.unique(group, return_inverse=True)[1]
         if advantage.ndim == 1:
             advantage = advantage.unsqueeze(1).expand_as(logp_learner)
         inputs = LossInputs(

@@ -202,6 +202,8 @@ def dppo(
         check.only("ratio_cap", ratio_cap, "form='score'")
         check.not_negative(kl_penalty=kl_penalty)
         pull = 1e-3 if kl_penalty is None else kl_penalty
+        if pull and denominator == "kept":  # dropped tokens have the penalty, so they must count
+            check.only("denominator", denominator, "form='score' or kl_penalty=0")
         surrogate = importance(token_ratio(behaviour))
         surrogate = pulled(surrogate, behaviour, pull) if pull else surrogate
     else:

@@ -201,19 +201,14 @@ def pulled(base: SurrogateFunction, anchor: LogpFunction, coefficient: float) ->
     return surrogate
 
 
-def with_advantage(base: SurrogateFunction, baseline_P: Tensor, scale_P: Tensor) -> SurrogateFunction:
-    """The base surrogate on `(reward - baseline) / scale` of each sequence's group.
-
-    Groups whose given advantages are all 0 (they were left out) stay out.
-    """
+def with_advantage(base: SurrogateFunction, baseline_P: Tensor, scale_P: Tensor, in_use_P: Tensor) -> SurrogateFunction:
+    """The base surrogate on `(reward - baseline) / scale` of each sequence's group; other groups stay out."""
 
     def surrogate(inputs: LossInputs) -> Surrogate:
         assert inputs.reward_B is not None
         assert inputs.group_B is not None
         advantage_B = (inputs.reward_B - baseline_P[inputs.group_B]) / scale_P[inputs.group_B]
-        taught_B = (inputs.advantage_BT != 0).any(dim=1).to(baseline_P.dtype)
-        taught_P = torch.zeros_like(baseline_P).index_add(0, inputs.group_B, taught_B)
-        in_use_BT = inputs.mask_BT & (taught_P > 0)[inputs.group_B].unsqueeze(1)
+        in_use_BT = inputs.mask_BT & in_use_P[inputs.group_B].unsqueeze(1)
         advantage_BT = torch.where(in_use_BT, advantage_B.unsqueeze(1).to(inputs.advantage_BT.dtype), 0.0)
         return base(replace(inputs, advantage_BT=advantage_BT))
 

@@ -90,8 +90,8 @@ def tis(
 
 def cispo(
     *,
-    clip_low: float = 1.0,
-    clip_high: float = 4.0,
+    clip_low: float | None = None,
+    clip_high: float | None = None,
     bounds: Literal["offset", "absolute"] = "offset",
     anchor: Anchor = "behaviour",
     reduction: Reduction = "token_mean",
@@ -99,20 +99,21 @@ def cispo(
 ) -> Corrector:
     """CISPO: the clipped ratio as a detached weight of the score function, so that every token keeps a gradient.
 
-    Bounds are 1 - clip_low and 1 + clip_high (verl, slime, SkyRL, NeMo-RL), by default ScaleRL's [0, 5]. With
-    `bounds="absolute"` they are the ratios clip_low and clip_high themselves (TRL, tinker).
+    Bounds are 1 - clip_low and 1 + clip_high (verl, slime, SkyRL, NeMo-RL); with `bounds="absolute"` the ratios
+    clip_low and clip_high themselves (TRL, tinker). By default either way ScaleRL's [0, 5].
 
     Source: arXiv 2506.13585 eq. 4; defaults arXiv 2510.13786; verl 0.9.1 compute_policy_loss_cispo.
     """
     check.one_of("bounds", bounds, ("offset", "absolute"))
     if bounds == "offset":
-        check.offsets(clip_low, clip_high)
-        floor, cap = 1 - clip_low, 1 + clip_high
+        low, high = 1.0 if clip_low is None else clip_low, 4.0 if clip_high is None else clip_high
+        check.offsets(low, high)
+        floor, cap = 1 - low, 1 + high
     else:
-        check.not_negative(clip_low=clip_low)
-        check.ordered(1.0, ("clip_high", clip_high))
-        floor, cap = clip_low, clip_high
-        check.ordered(0.0, ("clip_low", clip_low), ("clip_high", clip_high))
+        floor, cap = 0.0 if clip_low is None else clip_low, 5.0 if clip_high is None else clip_high
+        check.ordered(0.0, ("clip_low", floor))
+        check.at_most_one(clip_low=floor)
+        check.ordered(1.0, ("clip_high", cap))
     policy, needs = anchored(anchor)
     return Corrector(
         name="cispo",
@@ -201,6 +202,8 @@ def vcpo(
     """
     check.band(None, cap)
     check.positive(base_ess_fraction=base_ess_fraction)
+    if step_scale == "off" and base_ess_fraction != 1.0:
+        check.only("base_ess_fraction", base_ess_fraction, "step_scale='sqrt' or 'linear'")
     check.one_of("step_scale", step_scale, ("sqrt", "linear", "off"))
     check.one_of("baseline", baseline, ("optimal", "given"))
     if baseline == "given":
