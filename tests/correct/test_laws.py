@@ -298,6 +298,8 @@ def test_groups_count_from_zero_and_the_plain_function_takes_any_ids():
     assert farl.correct.vcpo(**arguments, group=hashes) == farl.correct.vcpo(**arguments, group=inputs.group_B)
     with pytest.raises(ConfigError, match="step_scale='off': no part of a loss"):
         farl.correct.vcpo(**arguments, group=hashes, step_scale="off")
+    with pytest.raises(ConfigError, match="step_scale='off': ppo has no such option"):
+        farl.correct.ppo(**arguments, step_scale="off")
 
 
 def test_absolute_bounds_of_cispo_begin_at_zero_as_in_trl():

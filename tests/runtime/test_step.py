@@ -160,6 +160,9 @@ def test_sources_are_the_recorded_log_probs_where_a_policy_drew_and_evaluated_on
     assert torch.equal(alone[:, :, 0], batch.logp_behaviour_BT)
     assert float(share[0]) == 0.0
     assert shown == [7, 5, 5], "one policy needs no pass"
+    assert batch.num_prompts == 3
+    source_logps(policy, batch, [7, 6, 5], presented, config)
+    assert shown[3:] == [7, 6, 5], "weights are exchanged once a policy, also where its groups stand in the middle"
 
 
 def test_shares_count_the_groups_that_taught_something():

@@ -144,8 +144,8 @@ def optimal_baseline(
     """
     share_B = (weight_B.double() * gradient_norm_B.double()).square()
     total_P = _group_sum(share_B, group_B, num_groups)
-    mean_P = _group_mean(reward_B.double(), group_B, num_groups)
-    weighted_P = _group_sum(share_B * reward_B.double(), group_B, num_groups) / torch.where(total_P > 0, total_P, 1.0)
+    mean_P = _group_mean(reward_B, group_B, num_groups)
+    weighted_P = _group_sum(share_B * reward_B, group_B, num_groups) / torch.where(total_P > 0, total_P, 1.0)
     return torch.where(total_P > 0, weighted_P, mean_P)
 
 
@@ -213,7 +213,7 @@ def variance_controlled(
         baseline_P = optimal_baseline(weight_B, norm_B, reward_B, group_B, num_groups)
         scale_P = _group_deviation(reward_B, group_B, num_groups) if divide_by_std else torch.ones_like(baseline_P)
         # a group whose given advantages are all 0 was left out, and stays out
-        in_use_P = _group_sum((inputs.advantage_BT != 0).any(dim=1).double(), inputs.group_B, num_groups) > 0
+        in_use_P = _group_sum((inputs.advantage_BT != 0).any(dim=1), inputs.group_B, num_groups) > 0
         return Adaptation(surrogate=with_advantage(surrogate, baseline_P, scale_P, in_use_P), step_scale=scale)
 
     return adapt

@@ -49,6 +49,15 @@ def dual(dual_clip: float | None) -> None:
         raise ConfigError(f"corrector.dual_clip={dual_clip}: must be above 1; leave it out to turn it off")
 
 
+def beyond_clip(ratio_cap: float | None, clip_high: float) -> None:
+    """Refuses a cap of the ratio inside the clip; None passes."""
+    if ratio_cap is not None and not ratio_cap >= 1 + clip_high:
+        raise ConfigError(
+            f"corrector.ratio_cap={ratio_cap}: must be 1 + clip_high = {1 + clip_high} or more; it bounds what the "
+            "clip leaves free"
+        )
+
+
 def above_one(**values: float | None) -> None:
     """Refuses caps of a ratio that would touch on-policy tokens; None passes."""
     for name, value in values.items():

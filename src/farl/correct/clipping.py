@@ -12,7 +12,6 @@ from farl.correct.ratio import Level, LogpFunction, approximate_proximal, geomet
 from farl.correct.reduce import Denominator, Reduction
 from farl.correct.surrogate import clipped, flipped, geometric_mean, smooth_gate
 from farl.correct.treat import importance_weight
-from farl.errors import ConfigError
 
 Anchor = Literal["behaviour", "proximal"]
 Action = Literal["mask", "clamp"]
@@ -34,11 +33,7 @@ def ppo_clip(
     """PPO's surrogate from offsets around 1."""
     check.offsets(clip_low, clip_high)
     check.dual(dual_clip)
-    if ratio_cap is not None and not ratio_cap >= 1 + clip_high:
-        raise ConfigError(
-            f"corrector.ratio_cap={ratio_cap}: must be 1 + clip_high = {1 + clip_high} or more; it bounds what the "
-            "clip leaves free"
-        )
+    check.beyond_clip(ratio_cap, clip_high)
     return clipped(token_ratio(anchor), 1 - clip_low, 1 + clip_high, dual_clip=dual_clip, ratio_cap=ratio_cap)
 
 

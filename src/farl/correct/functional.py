@@ -78,6 +78,7 @@ def _function(name: str) -> LossFunction:
         log_share: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
+        corrector = create(name, **options)
         if "step_scale" in options:
             raise ConfigError(
                 f"step_scale={options['step_scale']!r}: no part of a loss; scale the learning rate by "
@@ -100,7 +101,7 @@ def _function(name: str) -> LossFunction:
             logp_sources_BTK=logp_sources,
             log_share_BK=log_share,
         )
-        return create(name, **options).loss(inputs)
+        return corrector.loss(inputs)
 
     loss.__name__ = loss.__qualname__ = name
     loss.__doc__ = CORRECTORS[name].__doc__

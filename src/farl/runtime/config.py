@@ -243,8 +243,6 @@ class RecordConfig:
         _at_least("record", "keep_checkpoints", self.keep_checkpoints, 1)
 
 
-_NO_REPLAY = ReplayConfig()
-
 _REPLAY_POLICIES = 4
 """K where the corrector asks for replay and the config does not say."""
 
@@ -311,13 +309,12 @@ class LoopConfig:
                 "sample and would take replayed ones for the learner's own; use 'matched_replay', or 'tis' with "
                 "base='policy_gradient'"
             )
-        unused = [f.name for f in fields(ReplayConfig) if f.name != "policies"]
-        changed = [n for n in unused if getattr(self.replay, n) != getattr(_NO_REPLAY, n)]
-        if changed and self.num_replay_policies < 2:
-            raise ConfigError(
-                f"replay.{changed[0]}={getattr(self.replay, changed[0])}: nothing is replayed; set replay.policies to "
-                "2 or more, or leave it out"
-            )
+        for f in fields(ReplayConfig):
+            value = getattr(self.replay, f.name)
+            if self.num_replay_policies < 2 and f.name != "policies" and value != f.default:
+                raise ConfigError(
+                    f"replay.{f.name}={value}: nothing is replayed; set replay.policies to 2 or more, or leave it out"
+                )
 
     @property
     def _mixes(self) -> bool:

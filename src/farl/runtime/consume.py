@@ -132,8 +132,8 @@ class Consumer:
             return [], {}
         if not stored:
             return [], {"replay/num_groups": 0, "replay/num_policies": 0}
-        whole = self._minibatch(_Part(groups=stored, num_fresh=0), with_sources=False).batch
-        sources = [s.source for s in stored]
+        part = _Part(groups=stored, num_fresh=0)
+        whole, sources = self._minibatch(part, with_sources=False).batch, part.sources
         distances = measure(whole, evaluate_logp(self._policy, whole, self._config), sources)
         chosen = choose(distances, sources, max_groups=self._max_replayed, config=self._config.replay)
         newest_first = sorted((stored[i] for i in chosen), key=lambda s: -s.source)

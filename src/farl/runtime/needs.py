@@ -88,17 +88,21 @@ def gradient_norms(policy: Policy, batch: TrainBatch, config: LoopConfig) -> Ten
     """
     parameters = [p for p in policy.module.parameters() if p.requires_grad]
     norms = []
-    in_use = {int(p) for p in batch.group_B[(batch.advantage_BT != 0).any(dim=1)]}
-    for b in range(batch.num_sequences):
-        single = _one_sequence(batch, b)
-        if int(batch.group_B[b]) not in in_use or not bool(single.mask_BT.any()):
+    taught = _groups_with_advantage(batch)
+    for b, group in enumerate(batch.group_B.tolist()):
+        if group not in taught or not bool(batch.mask_BT[b].any()):
             norms.append(torch.zeros(()))
             continue
+        single = _one_sequence(batch, b)
         logp_1T = policy.logp(single, temperature=config.rollout.temperature)
         total = torch.where(single.mask_BT, logp_1T, 0.0).sum()
         gradients = torch.autograd.grad(total, parameters, allow_unused=True)
         norms.append(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]).detach().float())
     return torch.stack(norms)
+
+
+def _groups_with_advantage(batch: TrainBatch) -> set[int]:
+    return set(batch.group_B[(batch.advantage_BT != 0).any(dim=1)].tolist())
 
 
 def _one_sequence(batch: TrainBatch, b: int) -> TrainBatch:
@@ -143,18 +147,17 @@ def source_logps(
         Nats [B, T, K] and the log of each policy's share [B, K], newest policy first; policies without a share are
         not among the K, unless there is nothing else.
     """
-    taught_B = (batch.advantage_BT != 0).any(dim=1)
-    taught = set(batch.group_B[taught_B].tolist()) or set(range(batch.num_prompts))
-    of_group = batch.group_B.tolist()
-    counts = Counter(source_P[p] for p in of_group if p in taught)
+    taught = _groups_with_advantage(batch) or set(range(batch.num_prompts))
+    counts = Counter(source_P[p] for p in batch.group_B.tolist() if p in taught)
     sources = sorted(counts, reverse=True)
     columns = []
     for source in sources:
         column_BT = batch.logp_behaviour_BT.clone()
-        for start, stop in _foreign_runs(source_P, source) if len(sources) > 1 else ():
-            rows_B = (batch.group_B >= start) & (batch.group_B < stop)
+        if len(sources) > 1:
             with presented(source):
-                column_BT[rows_B] = evaluate_logp(policy, batch.select_groups(start, stop), config)
+                for start, stop in _foreign_runs(source_P, source):
+                    rows_B = (batch.group_B >= start) & (batch.group_B < stop)
+                    column_BT[rows_B] = evaluate_logp(policy, batch.select_groups(start, stop), config)
         columns.append(column_BT)
     log_share_K = torch.tensor([math.log(counts[s] / counts.total()) for s in sources])
     return torch.stack(columns, dim=-1), log_share_K.expand(batch.num_sequences, len(sources))
