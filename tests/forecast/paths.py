@@ -3,7 +3,14 @@
 import numpy as np
 import torch
 
-from farl.forecast import ForecastConfig, init, observe, plan, record, stream
+from farl.forecast import ForecastConfig, aim_of, init, observe, plan, record, stream
+from farl.forecast.plan import ALL
+from farl.forecast.rules import View
+
+
+def settings(**changes):
+    """A config under which every figure is exact: displacements in fp32, plain inner products, every target counted."""
+    return ForecastConfig(**{"history_dtype": "float32", "metric": "euclidean", **changes})
 
 
 def leaves_of(vector):
@@ -41,12 +48,20 @@ def follow(path, config: ForecastConfig, *, ship_horizon=None):
     return state, scored
 
 
-def dense(state, forecast):
-    return torch.cat([leaf for _, leaf in stream(state, forecast)])
+def dense(state, forecast, leaves=()):
+    return torch.cat([leaf for _, leaf in stream(state, forecast, leaves)])
+
+
+def view_of(state, horizon=1, group=ALL):
+    """What a rule sees of a state."""
+    return View(
+        gram=state.unit_gram(group), version=state.version, aim=aim_of(horizon), config=state.config,
+        momentum=state.momentum, num_steps=state.num_steps,
+    )  # fmt: skip
 
 
 def slow_least_squares(path, *, horizon, lags, order, forgetting, window, ridge, consistency):
-    """The fit of the method, section 2, written with whole vectors and a null-space solve; float64."""
+    """The fit of the method, section 2, written with whole vectors and a null-space solve; float64, whole horizons."""
     weights = path.double().numpy()
     moves = {j: weights[j] - weights[j - 1] for j in range(1, len(weights))}
     now = len(weights) - 1

@@ -22,20 +22,21 @@ class PolicyStamp:
 
     Attributes:
         base_version: learner version (optimizer steps) the forecast started from.
-        target_version: learner version the forecast aimed at; equals `base_version` for exact weights.
+        target_version: learner version the forecast aimed at, between two for a fractional horizon; equals
+            `base_version` for exact weights.
         rule: name of the forecast rule that was really used ("stale" when held).
         coefficients: weights of the displacements, newest first; empty for stale weights.
         wire_dtype: dtype the weights were cast to last, for example "float32".
     """
 
     base_version: int
-    target_version: int
+    target_version: float
     rule: str = "stale"
     coefficients: tuple[float, ...] = ()
     wire_dtype: str = "float32"
 
     @property
-    def horizon(self) -> int:
+    def horizon(self) -> float:
         """Learner updates the forecast looked ahead."""
         return self.target_version - self.base_version
 
@@ -173,7 +174,7 @@ class TrainBatch:
         advantage_BT: float32, 0 at padding.
         reward_B: float32.
         lag_BT: int64, learner version at consumption minus the base version of each token's policy.
-        miss_BT: int64, the same minus the target version.
+        miss_BT: float32, the same minus the target version, which may lie between two.
     """
 
     prompt_ids_PL: Tensor

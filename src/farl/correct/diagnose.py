@@ -21,7 +21,7 @@ def diagnose(
         inputs: what the corrector saw.
         output: what it made of it.
         lag_BT: int64 versions since each token's policy; adds the figures by lag.
-        miss_BT: int64 versions the forecast's aim was off.
+        miss_BT: float32 versions the forecast's aim was off.
 
     Returns:
         `policy/...`, `correct/...`, `lag/...` and `miss/...`, finite for an empty mask too. Distances leave out tokens

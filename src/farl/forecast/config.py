@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, get_args
 
-from farl.core.types import DTYPES
 from farl.errors import ConfigError
 
 Consistency = Literal["hard", "soft", "off"]
+Metric = Literal["euclidean", "adam", "sharp"]
+Grouping = Literal["all", "kind", "layer"]
+Source = Literal["weights", "optimizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,51 +27,76 @@ class ForecastConfig:
         order: p, order of consistency of `polynomial` and `least_squares`; at most `lags`.
         consistency: of `least_squares`: "hard" solves under the constraints (the published method), "soft"
             pulls toward a consistent vector, "off" pulls toward zero.
-        ridge: weight of that pull, relative to the mean diagonal of the normal matrix.
+        metric: inner product of fits and of the choice between rules: "euclidean", "adam" (weighted by Adam's second
+            moment) or "sharp" (the entries of largest second moment alone, where the policy is most sensitive).
+        sharp_fraction: share of the entries that "sharp" looks at.
+        grouping: one coefficient vector for "all" weights, for each "kind" (embedding, attention, mlp, norm, other),
+            or for each "layer".
+        ridge: weight of the pull, relative to the mean diagonal of the normal matrix.
         forgetting: lambda in (0, 1], weight of the past per update in fits and scores.
         window: updates a fit looks back on (their scalars; their tensors are dropped after K + h - 1).
         damping: factor in [0, 1] on the coefficients of a rule other than `auto`.
-        max_horizon: largest horizon that will be asked for; sizes the history.
-        history_dtype: dtype displacements are stored in; "bfloat16" halves the memory at 0.4 % error.
+        assumed_gradient: of the rule `moments`: multiple of the first moment taken as the coming gradients; 0 assumes
+            none, 1 that the drift goes on.
+        max_horizon: largest horizon that will be asked for, in whole updates; sizes the history.
+        source: where displacements come from: "weights" keeps an fp32 copy of the last ones (4 bytes a parameter, any
+            optimizer), "optimizer" reads them off the state of Adam, AdamW or SGD and keeps no copy.
+        history_dtype: how displacements are stored: "float32", "bfloat16" (0.2 % error) or "int8" (block-scaled, 1 %).
+        offload: keep the displacements in host memory, pinned where the weights are on a GPU.
+        sample_entries: entries on which inner products are formed; models up to this size are taken whole.
         bank: rules that `auto` chooses among.
-        hysteresis: relative advantage a challenger needs before `auto` changes its rule.
-        cold_damping: factor `auto` uses before any policy-space evidence has come in.
+        hysteresis: relative advantage a challenger needs before `auto` changes its rule or opens again.
+        cold_updates: weight of what is assumed before anything was measured, in updates.
         min_damping: policy-space factor below which `auto` holds.
-        retry_updates: updates `auto` holds before it tries again; doubles on every failure in a row.
+        retry_updates: updates `auto` holds before it may open again; doubles on every failure in a row.
     """
 
     rule: str = "auto"
     lags: int = 4
     order: int = 1
     consistency: Consistency = "hard"
-    ridge: float = 0.05
-    forgetting: float = 0.9
-    window: int = 48
+    metric: Metric = "sharp"
+    sharp_fraction: float = 0.03
+    grouping: Grouping = "all"
+    ridge: float = 0.005
+    forgetting: float = 0.97
+    window: int = 96
     damping: float = 1.0
+    assumed_gradient: float = 0.0
     max_horizon: int = 1
-    history_dtype: str = "float32"
-    bank: tuple[str, ...] = ("copy", "least_squares", "least_squares_soft", "least_squares_off")
+    source: Source = "weights"
+    history_dtype: str = "bfloat16"
+    offload: bool = False
+    sample_entries: int = 1 << 20
+    bank: tuple[str, ...] = ("least_squares_prior",)
     hysteresis: float = 0.05
-    cold_damping: float = 0.5
+    cold_updates: float = 2.0
     min_damping: float = 0.1
     retry_updates: int = 8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bank", tuple(self.bank))
-        _require_integers(self, ("lags", "order", "max_horizon", "window", "retry_updates"), minimum=1)
+        _require_integers(
+            self, ("lags", "order", "max_horizon", "window", "retry_updates", "sample_entries"), minimum=1
+        )
         if self.order > self.lags:
             raise ConfigError(
                 f"order={self.order}: order p needs at least p lags, but lags={self.lags}; raise lags or lower order"
             )
         _require_between("forgetting", self.forgetting, 0.0, 1.0, open_low=True)
-        for name in ("damping", "cold_damping", "min_damping"):
+        _require_between("sharp_fraction", self.sharp_fraction, 0.0, 1.0, open_low=True)
+        for name in ("damping", "min_damping", "assumed_gradient"):
             _require_between(name, getattr(self, name), 0.0, 1.0)
-        for name in ("ridge", "hysteresis"):
+        for name in ("ridge", "hysteresis", "cold_updates"):
             _require_between(name, getattr(self, name), 0.0, float("inf"))
-        if self.consistency not in ("hard", "soft", "off"):
-            raise ConfigError(f"consistency={self.consistency!r}: must be 'hard', 'soft' or 'off'")
-        if self.history_dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"history_dtype={self.history_dtype!r}: must be 'float32' or 'bfloat16'")
+        for name, kind in (
+            ("consistency", Consistency),
+            ("metric", Metric),
+            ("grouping", Grouping),
+            ("source", Source),
+            ("history_dtype", Literal["float32", "bfloat16", "int8"]),
+        ):
+            _require_one_of(name, getattr(self, name), get_args(kind))
         if not self.bank:
             raise ConfigError("bank=(): auto needs at least one rule to choose from, for example ('copy',)")
 
@@ -79,9 +106,14 @@ class ForecastConfig:
         return self.lags + self.max_horizon - 1
 
     @property
-    def history_bytes_per_parameter(self) -> int:
-        """Memory of the history for each trained parameter, the fp32 copy of the last weights included."""
-        return self.capacity * DTYPES[self.history_dtype].itemsize + 4
+    def history_bytes_per_parameter(self) -> float:
+        """Memory of the history for each trained parameter, the fp32 copy of the last weights included if one is kept.
+
+        Beside it the sample takes about `4 (K + h + 2)` bytes for each of its entries, however large the model.
+        """
+        if self.rule == "moments":
+            return 0.0
+        return self.capacity * STORAGE_BYTES[self.history_dtype] + (4.0 if self.source == "weights" else 0.0)
 
 
 def _require_integers(config: ForecastConfig, names: Sequence[str], *, minimum: int) -> None:
@@ -95,3 +127,13 @@ def _require_between(name: str, value: float, low: float, high: float, *, open_l
     if not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
         raise ConfigError(f"{name}={value!r}: must be in {bracket}{low}, {high}]")
+
+
+def _require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        known = ", ".join(repr(x) for x in allowed[:-1])
+        raise ConfigError(f"{name}={value!r}: must be {known} or {allowed[-1]!r}")
+
+
+STORAGE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4.0 / 128}
+"""Bytes of one stored displacement for each parameter, by `history_dtype`."""

@@ -8,9 +8,8 @@ for name, weight in forecaster.weights(dtype=torch.bfloat16): send(name, weight)
 from __future__ import annotations
 
 import logging
-import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,12 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from farl.errors import ConfigError, StateError
-from farl.forecast import state as core
+from farl.errors import StateError
+from farl.forecast import saving
+from farl.forecast.aim import Horizon
 from farl.forecast.config import ForecastConfig
-from farl.forecast.gate import PolicyEvidence, weigh_probe
-from farl.forecast.gram import GramBand
+from farl.forecast.follow import follow, settle_config
+from farl.forecast.gate import weigh_probe
+from farl.forecast.masters import Masters
+from farl.forecast.observe import Observation, observe
 from farl.forecast.plan import ForecastPlan
+from farl.forecast.planning import evidence_of, plan
+from farl.forecast.sharded import exchange, full, like, reshard
+from farl.forecast.state import ForecastState, extend, init, record, unsharded
+from farl.forecast.stream import rewind, stream
 
 log = logging.getLogger("farl.forecast")
 
@@ -31,15 +37,20 @@ log = logging.getLogger("farl.forecast")
 class Forecaster:
     """Forecasts the weights a learner will have some updates from now.
 
-    Follows the parameters that `optimizer` updates; frozen ones cost nothing and are passed through. Tied
-    parameters move once. Memory: `config.history_bytes_per_parameter` for each trained parameter.
+    Follows the parameters that the optimizer updates; frozen ones cost nothing and are passed through, as are those
+    that are not floating point. Tied parameters move once. DTensor parameters (FSDP2, tensor parallel) are followed
+    shard by shard on their own rank. Memory: `config.history_bytes_per_parameter` for each trained parameter.
 
     Args:
-        named_parameters: as `model.named_parameters()` gives them, fp32 masters.
-        optimizer: its steps are counted, so that an update observed twice or missed is an error.
+        named_parameters: as `model.named_parameters()` gives them.
+        optimizer: one, or several that step together; their steps are counted, so that an update observed twice or
+            missed is an error.
         horizon: default number of updates to look ahead in `plan` and `weights`.
         config: all settings; or give them as keywords.
         version: learner version of the present weights.
+        masters: `(name, parameter) -> fp32 master` or a mapping, where the parameters are half precision; masters that
+            the optimizer keeps in its state under a known name are found without.
+        lr_schedule: `version -> learning rate of the update that makes version + 1`, where it is known beforehand.
         **settings: fields of `ForecastConfig`, for example `rule="copy"`, `lags=2`.
 
     Raises:
@@ -49,51 +60,55 @@ class Forecaster:
     def __init__(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        horizon: int = 1,
+        horizon: Horizon = 1,
         config: ForecastConfig | None = None,
         version: int = 0,
+        masters: Masters | None = None,
+        lr_schedule: Callable[[int], float] | None = None,
         **settings: Any,
     ) -> None:
-        if config is not None and settings:
-            raise ConfigError(f"settings={sorted(settings)}: give config or keywords, not both")
-        if config is None:
-            settings.setdefault("max_horizon", max(horizon, 1))
-            try:
-                config = ForecastConfig(**settings)
-            except TypeError as error:
-                raise ConfigError(f"settings: {error}; see farl.forecast.ForecastConfig") from error
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        config = settle_config(config, settings, optimizers, horizon)
         self.horizon = horizon
+        self._lr_schedule = lr_schedule
+        self._masters = masters
         self._parameters = dict(named_parameters)
-        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._tracked = {n: p for n, p in self._parameters.items() if id(p) in owned and p.requires_grad}
-        if not self._tracked:
-            raise ConfigError("optimizer: owns none of the named parameters; pass those that it updates")
-        self._warn_of_low_precision()
-        self._state = core.init(self._tracked.items(), config, version=version)
-        self._num_steps = 0
-        self._hook = optimizer.register_step_post_hook(self._count_step)
-        self._last: core.Observation | None = None
+        self._followed = follow(self._parameters, optimizers, masters)
+        self._reduce = self._followed.reduce or unsharded
+        self._state = init(
+            self._followed.leaves(),
+            config,
+            version=version,
+            replicas=self._followed.replicas,
+            reduce=self._reduce,
+        )
+        self._num_steps = [0] * len(optimizers)
+        self._lr = 1.0
+        for i, one in enumerate(optimizers):
+            one.register_step_post_hook(self._count_step(i))
+        self._last: Observation | None = None
         self._last_plan: ForecastPlan | None = None
         self._num_holds: Counter[str] = Counter()
 
-    def _warn_of_low_precision(self) -> None:
-        low = [n for n, p in self._tracked.items() if p.dtype in (torch.bfloat16, torch.float16)]
-        if low:
-            warnings.warn(
-                f"{len(low)} trained parameters are half precision (first {low[0]!r}): at RL learning rates most of "
-                "an update is lost in rounding and cannot be forecast; pass the fp32 master weights",
-                stacklevel=3,
-            )
+    def _count_step(self, i: int) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            self._num_steps[i] += 1
+            if i == 0:
+                self._lr = float(optimizer.param_groups[0]["lr"])
 
-    def _count_step(self, *_: object) -> None:
-        self._num_steps += 1
+        return hook
 
     @property
-    def state(self) -> core.ForecastState:
+    def state(self) -> ForecastState:
         """The functional state; valid until the next `observe`."""
         return self._state
+
+    @property
+    def config(self) -> ForecastConfig:
+        """The settings in force; where an optimizer is not understood they fall back to history, and say so."""
+        return self._state.config
 
     @property
     def version(self) -> int:
@@ -101,7 +116,7 @@ class Forecaster:
         return self._state.version
 
     @property
-    def last_observation(self) -> core.Observation | None:
+    def last_observation(self) -> Observation | None:
         """What the last `observe` learnt; None before the first."""
         return self._last
 
@@ -115,8 +130,25 @@ class Forecaster:
         """Forecasts held so far, by reason without version numbers."""
         return dict(self._num_holds)
 
-    def observe(self, *, allow_skip: bool = False) -> core.Observation | None:
-        """Takes in the weights after `optimizer.step()`; call it once for each step.
+    @property
+    def streams_live_weights(self) -> bool:
+        """Whether an iterator of `weights` reads the learner's own tensors: finish it before the next optimizer
+        step.""" return not self._state.previous
+
+    def add(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Follows parameters that came later: of a new module, or unfrozen and given to the optimizer.
+
+        Args:
+            named_parameters: new ones, or all; those known already are left alone.
+        """
+        self._parameters |= {n: p for n, p in named_parameters if n not in self._parameters}
+        before = set(self._followed.tracked)
+        self._followed = follow(self._parameters, self._followed.optimizers, self._masters)
+        new = [(n, leaf) for n, leaf in self._followed.leaves() if n not in before]
+        self._state = extend(self._state, new, order=list(self._followed.tracked), replicas=self._followed.replicas)
+
+    def observe(self, *, allow_skip: bool = False) -> Observation | None:
+        """Takes in the weights after `optimizer.step()`; call it once for each step, before gradients are cleared.
 
         Args:
             allow_skip: return None when the optimizer has not stepped (a loss scaler backed off), instead of
@@ -126,34 +158,54 @@ class Forecaster:
             The observation, with the prequential score of every forecast that aimed here.
 
         Raises:
-            StateError: if the optimizer has stepped more than once, or not at all, since the last call.
+            StateError: if the optimizer has stepped more than once, or not at all, since the last call; or if it owns
+                parameters that the forecaster does not know.
         """
-        if self._num_steps == 0 and allow_skip:
+        if not any(self._num_steps) and allow_skip:
             return None
-        if self._num_steps != 1:
+        if any(count != 1 for count in self._num_steps):
+            made = " and ".join(str(count) for count in self._num_steps)
             raise StateError(
-                f"observe(): the optimizer made {self._num_steps} steps since the last call, exactly 1 is needed; "
-                "call observe() after every step, with allow_skip=True where a step may be skipped"
+                f"observe(): the optimizer made {made} steps since the last call, exactly 1 is needed; "
+                "call observe() after every step, with allow_skip=True where a step may be skipped; after replacing the
+                " "optimizer make a new Forecaster"
             )
-        self._state, self._last = core.observe(self._state, self._tracked.items())
-        self._num_steps = 0
+        self._followed.require_complete()
+        needs_gradients = self.config.metric != "euclidean" and not self._followed.keeps_curvature
+        self._state, self._last = observe(
+            self._state,
+            self._followed.leaves(),
+            moments=self._followed.moments(),
+            gradients=self._followed.gradients() if needs_gradients else None,
+            lr=self._lr,
+            reduce=self._reduce,
+        )
+        self._num_steps = [0] * len(self._num_steps)
         if not self._last.finite:
             log.warning("version %d: displacement is not finite; history cleared, forecasts held", self.version)
         return self._last
 
-    def plan(self, horizon: int | None = None) -> ForecastPlan:
+    def plan(self, horizon: Horizon | None = None) -> ForecastPlan:
         """The forecast that `weights` would ship; nothing is recorded."""
-        return core.plan(self._state, self.horizon if horizon is None else horizon)
+        coming: list[float] = []
+        if self._lr_schedule is not None:
+            coming = [self._lr_schedule(self.version + i) for i in range(self.config.max_horizon)]
+        return plan(self._state, self.horizon if horizon is None else horizon, coming_lrs=coming)
 
     def ship(self, plan: ForecastPlan) -> None:
         """Records that a plan is really sent, so that it is scored when its target version comes."""
-        self._state = core.record(self._state, plan)
+        self._state = record(self._state, plan, self._followed.leaves(), moments=self._followed.moments())
         self._last_plan = plan
         if plan.held:
             self._num_holds[plan.held.split(",")[0]] += 1
 
     def weights(
-        self, *, horizon: int | None = None, plan: ForecastPlan | None = None, dtype: torch.dtype | None = None
+        self,
+        *,
+        horizon: Horizon | None = None,
+        plan: ForecastPlan | None = None,
+        dtype: torch.dtype | None = None,
+        gather: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Plans, records and streams the forecast weights of all named parameters, frozen ones unchanged.
 
@@ -161,6 +213,7 @@ class Forecaster:
             horizon: updates ahead; the default of the forecaster if None.
             plan: a plan of this version to ship instead of a new one.
             dtype: cast last to this dtype; None keeps fp32.
+            gather: whole tensors instead of DTensor shards, one at a time; a collective, so call it on every rank.
 
         Returns:
             An iterator over name and tensor, in the order of `named_parameters`; consume it before the next
@@ -168,90 +221,108 @@ class Forecaster:
         """
         shipped = plan if plan is not None else self.plan(horizon)
         self.ship(shipped)
-        return self._with_frozen(core.stream(self._state, shipped, dtype=dtype), dtype)
+        leaves = stream(self._state, shipped, self._followed.leaves(), moments=self._followed.moments(), dtype=dtype)
+        return self._with_frozen(leaves, dtype, gather)
 
     def past_weights(self, num_updates: int, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Streams the weights of `num_updates` updates ago, rebuilt from history (for the stale probe)."""
-        return self._with_frozen(core.rewind(self._state, num_updates, dtype=dtype), dtype)
+        leaves = rewind(
+            self._state, num_updates, self._followed.leaves(), moments=self._followed.moments(), dtype=dtype
+        )
+        return self._with_frozen(leaves, dtype, False)
+
+    def can_probe(self, plan: ForecastPlan) -> bool:
+        """Whether `probe_weights` has something to tell about a plan: it moved or has a shadow, and history reaches."""
+        reaches = self.version - plan.base_version <= self._state.num_rewindable
+        return reaches and plan.horizon > 0 and (plan.moves or any(plan.shadow.values()))
+
+    def probe_weights(self, plan: ForecastPlan) -> Iterator[tuple[str, Tensor]]:
+        """What to compare a consumed batch with: stale weights if the plan moved, the kept-back forecast if it was
+        held.""" back = self.version - plan.base_version
+        leaves = rewind(
+            self._state,
+            back,
+            self._followed.leaves(),
+            moments=self._followed.moments(),
+            then=plan if plan.held else None,
+        )
+        return self._with_frozen(leaves, None, False)
 
     def _with_frozen(
-        self, leaves: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None
+        self, leaves: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, gather: bool
     ) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._parameters.items():
-            if name in self._tracked:
+            if name in self._followed.tracked:
                 key, flat_N = next(leaves)
                 assert key == name
-                yield name, flat_N.view(parameter.shape)
+                weight = like(flat_N, parameter)
             else:
-                yield name, parameter.detach().to(dtype or parameter.dtype)
+                kept = parameter.dtype if not parameter.is_floating_point() else dtype or parameter.dtype
+                weight = parameter.detach().to(kept)
+            yield name, full(weight) if gather else weight
 
     @contextmanager
-    def presented(self, leaves: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
+    def presented(self, leaves: Iterable[tuple[str, Tensor]], *, module: nn.Module | None = None) -> Iterator[None]:
         """Shows other weights through the same parameters inside a `with` block; restores the exact ones after.
 
-        Only storage is exchanged, so the learner's own weights are untouched to the bit whatever happens.
+        Plain parameters exchange storage, so the learner's own weights are untouched to the bit whatever happens.
+
+        Args:
+            leaves: names and weights.
+            module: the FSDP2 module that the parameters belong to, which may hold whole copies of them; not needed for
+                others.
         """
-        kept = {name: p.data for name, p in self._parameters.items()}
+        kept: dict[str, Tensor] = {}
+        reshard(module)
         try:
             for name, weight in leaves:
-                self._parameters[name].data = weight.to(kept[name].dtype)
+                kept[name] = exchange(self._parameters[name], weight)
             yield
         finally:
-            for name, p in self._parameters.items():
-                p.data = kept[name]
+            for name, weight in kept.items():
+                exchange(self._parameters[name], weight)
+            reshard(module)
 
     def probe(
         self,
+        plan: ForecastPlan,
         *,
-        plan_damping: float,
         logp_learner_BT: Tensor,
-        logp_forecast_BT: Tensor,
-        logp_stale_BT: Tensor,
+        logp_behaviour_BT: Tensor,
+        logp_probe_BT: Tensor,
         mask_BT: Tensor,
     ) -> None:
-        """Feeds policy-space evidence of trajectories that a forecast drew; see `farl.forecast.gate`.
+        """Feeds policy-space evidence of trajectories that a plan drew; see `farl.forecast.gate`.
 
         Args:
-            plan_damping: `damping` of the plan that drew them; 0 (held) brings no evidence.
+            plan: the plan whose weights drew them, with `can_probe`.
             logp_learner_BT: nats of the sampled tokens under the learner at consumption.
-            logp_forecast_BT: nats the sampler reported.
-            logp_stale_BT: nats under `past_weights(lag)`.
+            logp_behaviour_BT: nats the sampler reported.
+            logp_probe_BT: nats under `probe_weights(plan)`.
             mask_BT: bool, True on sampled tokens.
         """
-        if plan_damping <= 0:
-            return
+        sent = plan.moves
         evidence = weigh_probe(
-            self._state.evidence,
+            evidence_of(self._state, plan.horizon),
             version=self.version,
-            factor=plan_damping,
             logp_learner_BT=logp_learner_BT,
-            logp_forecast_BT=logp_forecast_BT,
-            logp_stale_BT=logp_stale_BT,
+            logp_forecast_BT=logp_behaviour_BT if sent else logp_probe_BT,
+            logp_stale_BT=logp_probe_BT if sent else logp_behaviour_BT,
             mask_BT=mask_BT,
-            config=self._state.config,
+            damping=plan.damping if sent else 1.0,
+            sent=sent,
+            config=self.config,
         )
-        self._state = replace(self._state, evidence=evidence)
+        self._state = replace(self._state, evidence={**self._state.evidence, plan.horizon: evidence})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to forecast as this one would.
 
         Returns:
-            `{"tensors": {name: displacements [C, N]}, "record": JSON types}`. The last weights are not in it:
-            load the model before the forecaster.
+            `{"tensors": {name: tensor}, "record": JSON types}`. The last weights are not in it: load the model and the
+            optimizer before the forecaster.
         """
-        s = self._state
-        record = {
-            "version": s.version,
-            "slots": list(s.slots),
-            "gram": s.gram.to_json(),
-            "pending": [p.to_json() for p in s.pending],
-            "incumbents": {str(h): name for h, name in s.incumbents.items()},
-            "evidence": s.evidence.to_json(),
-            "num_nonfinite": s.num_nonfinite,
-            "num_holds": dict(self._num_holds),
-            "fingerprint": _fingerprint(s.previous.values()),
-        }
-        return {"tensors": {name: ring.clone() for name, ring in s.history.items()}, "record": record}
+        return saving.to_dict(self._state, num_holds=dict(self._num_holds), leaves=self._followed.leaves())
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model must already hold the weights it was saved with.
@@ -259,36 +330,14 @@ class Forecaster:
         Raises:
             StateError: if leaves, shapes or the weights do not fit the saved state.
         """
-        record, tensors = saved["record"], saved["tensors"]
-        config = self._state.config
-        fresh = core.init(self._tracked.items(), config, version=record["version"])
-        for name, ring_CN in fresh.history.items():
-            if name not in tensors or tensors[name].shape != ring_CN.shape or tensors[name].dtype != ring_CN.dtype:
-                raise StateError(
-                    f"history of {name!r}: saved state does not fit (lags, max_horizon, history_dtype or model "
-                    "differ); resume with the config it was saved with"
-                )
-        if record["fingerprint"] != _fingerprint(fresh.previous.values()):
-            raise StateError("weights differ from those the state was saved with; load the model first, then this")
-        for name, ring_CN in fresh.history.items():
-            ring_CN.copy_(tensors[name])
-        self._state = replace(
-            fresh,
-            slots=tuple(record["slots"]),
-            gram=GramBand.from_json(record["gram"]),
-            pending=tuple(ForecastPlan.from_json(p) for p in record["pending"]),
-            incumbents={int(h): name for h, name in record["incumbents"].items()},
-            evidence=PolicyEvidence(**record["evidence"]),
-            num_nonfinite=record["num_nonfinite"],
+        version = int(saved["record"]["version"])
+        fresh = init(
+            self._followed.leaves(),
+            self.config,
+            version=version,
+            replicas=self._followed.replicas,
+            reduce=self._reduce,
         )
-        self._num_holds = Counter(record["num_holds"])
-        self._num_steps = 0
-
-
-def _fingerprint(leaves: Iterable[Tensor]) -> list[float]:
-    """Sum and alternating sum of all entries: cheap, and different for different weights in practice."""
-    plain = alternating = 0.0
-    for leaf_N in leaves:
-        plain += float(leaf_N.sum(dtype=torch.float64))
-        alternating += float(leaf_N[::2].sum(dtype=torch.float64))
-    return [plain, alternating]
+        self._state = saving.from_dict(saved, fresh, leaves=self._followed.leaves())
+        self._num_holds = Counter(saved["record"]["num_holds"])
+        self._num_steps = [0] * len(self._num_steps)

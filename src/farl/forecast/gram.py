@@ -6,7 +6,7 @@ numbers and nothing else; the tensors live in `state`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,27 +55,42 @@ class GramBand:
             return False
         return newest < oldest or (oldest >= self.oldest and newest - oldest < len(self.rows[0]))
 
-    def squared_error(self, coefficients: Sequence[float], *, base: int, horizon: int) -> tuple[float, float]:
+    def target(self, *, base: int, shares: Sequence[float]) -> list[tuple[float, int]]:
+        """The displacements that make up `T = sum_i w_i D[base+i]`, as (share, version)."""
+        return [(w, base + i) for i, w in enumerate(shares, start=1) if w != 0.0]
+
+    def squared_error(
+        self, coefficients: Sequence[float], *, base: int, shares: Sequence[float]
+    ) -> tuple[float, float]:
         """Realised squared residual of a forecast, and of stale weights, from scalars alone.
 
-            r^2 = ||T||^2 - 2 a.g + a'G a,   T = theta[base+h] - theta[base],   g_k = <T, D[base+1-k]>
+            r^2 = ||T||^2 - 2 a.g + a'G a,   T = sum_i w_i D[base+i],   g_k = <T, D[base+1-k]>
 
         Args:
             coefficients: a, newest displacement first.
             base: version the forecast started from.
-            horizon: h, updates ahead; version `base + h` must have been observed.
+            shares: w of the aim; the last version of its reach must have been observed.
 
         Returns:
             `(r^2, ||T||^2)`, both at least 0.
 
         Source: the method, section 2, "scoring is free".
         """
-        ahead = range(base + 1, base + horizon + 1)
-        stale = sum(self.inner(i, j) for i in ahead for j in ahead)
+        ahead = self.target(base=base, shares=shares)
         terms = [(a, base + 1 - k) for k, a in enumerate(coefficients, start=1) if a != 0.0]
-        cross = sum(a * self.inner(i, j) for a, j in terms for i in ahead)
+        stale = sum(v * w * self.inner(i, j) for v, i in ahead for w, j in ahead)
+        cross = sum(a * w * self.inner(i, j) for a, j in terms for w, i in ahead)
         own = sum(a * b * self.inner(i, j) for a, i in terms for b, j in terms)
         return max(stale - 2 * cross + own, 0.0), max(stale, 0.0)
+
+    def scaled(self, factor_of: Callable[[int], float]) -> GramBand:
+        """The band of `factor_of(j) * D[j]`: with `1 / lr` of each update, displacements at unit learning rate."""
+        rows = []
+        for i, row in enumerate(self.rows):
+            version = self.newest - i
+            own = factor_of(version)
+            rows.append(tuple(own * factor_of(version - s) * x for s, x in enumerate(row)))
+        return GramBand(newest=self.newest, rows=tuple(rows))
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types; `from_json` inverts it exactly."""

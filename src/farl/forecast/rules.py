@@ -1,8 +1,9 @@
 """Every forecast rule: a function from inner products to coefficients.
 
-A rule sees the Gram band as it was at `version`, the horizon and the settings, and returns coefficients
-over the newest displacements, or None while it cannot say anything. Choosing among rules online is
-`auto`; adding one is a function here and a row in `FORECASTERS`.
+A rule sees a `View`: the Gram band as it was at a version, the aim, the settings and what is known of the optimizer. It
+returns coefficients over the newest displacements, or None while it cannot say anything. Choosing among rules online is
+`auto`; adding one is a function here and a row in `FORECASTERS`. `moments` alone is no such function: it runs the
+optimizer's own recursion ahead (`farl.forecast.moments`) and needs no history.
 """
 
 from __future__ import annotations
@@ -10,13 +11,42 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import torch
+
+from farl.forecast.aim import Aim
 from farl.forecast.config import Consistency, ForecastConfig
 from farl.forecast.gram import GramBand
-from farl.forecast.least_squares import minimum_norm, normal_equations, solve
+from farl.forecast.least_squares import consistency_system, minimum_norm, normal_equations, solve
 
 Coefficients = tuple[float, ...]
-RuleFunction = Callable[[GramBand, int, int, ForecastConfig], Coefficients | None]
-"""`(gram, version, horizon, config) -> coefficients`, newest displacement first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What a rule may look at.
+
+    Attributes:
+        gram: inner products of displacements at unit learning rate; rows newer than `version` are not read.
+        version: t.
+        aim: where the forecast aims.
+        config: the settings.
+        momentum: beta1 of Adam or SGD; None if the optimizer is not understood.
+        num_steps: optimizer steps made at `version`.
+    """
+
+    gram: GramBand
+    version: int
+    aim: Aim
+    config: ForecastConfig
+    momentum: float | None = None
+    num_steps: int = 0
+
+    def num_known(self, limit: int) -> int:
+        """How many displacements up to `version` a rule may use, at most `limit`."""
+        return max(min(limit, self.version - self.gram.oldest + 1), 0)
+
+
+RuleFunction = Callable[[View], Coefficients | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +55,8 @@ class Rule:
 
     Attributes:
         name: the name in configs.
-        summary: one line for `farl list rules`.
-        coefficients: the rule; None for `auto`, which chooses among the others.
+        summary: what it computes and when to use it, for `farl list rules`.
+        coefficients: the rule; None for `auto`, which chooses, and `moments`, which has no coefficients.
     """
 
     name: str
@@ -34,72 +64,129 @@ class Rule:
     coefficients: RuleFunction | None
 
 
-def num_known(gram: GramBand, version: int, limit: int) -> int:
-    """How many displacements up to `version` a rule may use, at most `limit`."""
-    return max(min(limit, version - gram.oldest + 1), 0)
-
-
-def _stale(gram: GramBand, version: int, horizon: int, config: ForecastConfig) -> Coefficients | None:
+def _stale(view: View) -> Coefficients | None:
     return ()
 
 
-def _copy(gram: GramBand, version: int, horizon: int, config: ForecastConfig) -> Coefficients | None:
-    return (float(horizon),) if num_known(gram, version, 1) else None
+def _copy(view: View) -> Coefficients | None:
+    return (float(view.aim.horizon),) if view.num_known(1) else None
 
 
-def _half(gram: GramBand, version: int, horizon: int, config: ForecastConfig) -> Coefficients | None:
-    return (horizon / 2,) if num_known(gram, version, 1) else None
+def _half(view: View) -> Coefficients | None:
+    return (view.aim.horizon / 2,) if view.num_known(1) else None
 
 
-def _mean(gram: GramBand, version: int, horizon: int, config: ForecastConfig) -> Coefficients | None:
-    lags = num_known(gram, version, config.lags)
-    return (horizon / lags,) * lags if lags else None
+def _mean(view: View) -> Coefficients | None:
+    lags = view.num_known(view.config.lags)
+    return (view.aim.horizon / lags,) * lags if lags else None
 
 
-def _polynomial(gram: GramBand, version: int, horizon: int, config: ForecastConfig) -> Coefficients | None:
-    lags = num_known(gram, version, config.lags)
+def _polynomial(view: View) -> Coefficients | None:
+    lags = view.num_known(view.config.lags)
     if not lags:
         return None
-    return tuple(minimum_norm(lags, min(config.order, lags), horizon).tolist())
+    return tuple(minimum_norm(lags, min(view.config.order, lags), view.aim).tolist())
+
+
+def momentum_factor(beta: float, num_steps: int, shares: tuple[float, ...]) -> float:
+    """What Adam adds of the last displacement if the coming gradients are zero and its second moment stands.
+
+        sum_i w_i beta^i (1 - beta^s) / (1 - beta^(s+i))
+
+    Args:
+        beta: decay of the first moment.
+        num_steps: s, steps made; the bias correction makes the first steps count less.
+        shares: w of the aim.
+    """
+    return sum(
+        w * beta**i * (1 - beta**num_steps) / (1 - beta ** (num_steps + i)) for i, w in enumerate(shares, start=1)
+    )
+
+
+def _momentum(view: View) -> Coefficients | None:
+    if not view.num_known(1):
+        return None
+    if view.momentum is None:
+        return _half(view)
+    return (momentum_factor(view.momentum, max(view.num_steps, 1), view.aim.shares),)
 
 
 def _least_squares(consistency: Consistency | None) -> RuleFunction:
-    def coefficients(gram: GramBand, version: int, horizon: int, config: ForecastConfig) -> Coefficients | None:
-        lags = num_known(gram, version, config.lags)
+    def coefficients(view: View) -> Coefficients | None:
+        config = view.config
+        lags = view.num_known(config.lags)
         if not lags:
             return None
-        normal_KK, cross_K, _ = normal_equations(
-            gram,
-            version=version,
-            horizon=horizon,
-            lags=lags,
-            forgetting=config.forgetting,
-            window=config.window,
-        )
+        mode = consistency or config.consistency
+        order = min(config.order, lags)
+        normal_KK, cross_K, _ = _normal(view, lags)
         fitted_K = solve(
             normal_KK,
             cross_K,
-            horizon=horizon,
-            order=min(config.order, lags),
-            consistency=consistency or config.consistency,
+            pull_K=minimum_norm(lags, order, view.aim) if mode != "off" else torch.zeros(lags, dtype=torch.float64),
             ridge=config.ridge,
+            constraints=consistency_system(lags, order, view.aim) if mode == "hard" else None,
         )
         return tuple(fitted_K.tolist())
 
     return coefficients
 
 
+def _least_squares_prior(view: View) -> Coefficients | None:
+    config = view.config
+    lags = view.num_known(config.lags)
+    pull = _momentum(view)
+    if pull is None:
+        return None
+    normal_KK, cross_K, count = _normal(view, lags)
+    pull_K = torch.zeros(lags, dtype=torch.float64)
+    pull_K[0] = pull[0]
+    ridge = config.ridge + config.cold_updates / max(count, 1e-9) ** 2
+    return tuple(solve(normal_KK, cross_K, pull_K=pull_K, ridge=ridge).tolist())
+
+
+def _normal(view: View, lags: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+    return normal_equations(
+        view.gram,
+        version=view.version,
+        shares=view.aim.shares,
+        lags=lags,
+        forgetting=view.config.forgetting,
+        window=view.config.window,
+    )
+
+
 FORECASTERS: Mapping[str, Rule] = {
     rule.name: rule
     for rule in (
         Rule(name="stale", summary="no forecast: the weights of dispatch time", coefficients=_stale),
-        Rule(name="copy", summary="the last displacement, h times (order 1, one lag)", coefficients=_copy),
-        Rule(name="half", summary="half of copy: damped for noisy updates", coefficients=_half),
-        Rule(name="mean", summary="uniform over K lags (order 1)", coefficients=_mean),
+        Rule(
+            name="copy",
+            summary="the last displacement, h times: order 1 with one lag; strong where drift is, too long a step where
+            " "updates are noisy",
+            coefficients=_copy,
+        ),
+        Rule(name="half", summary="half of copy, for noisy updates and large steps", coefficients=_half),
+        Rule(
+            name="mean",
+            summary="uniform over K lags (order 1); poor under momentum, its lags are too old",
+            coefficients=_mean,
+        ),
         Rule(
             name="polynomial",
-            summary="minimum-norm coefficients of order p over K lags",
+            summary="minimum-norm coefficients of order p over K lags: exact on polynomial drift of degree below p",
             coefficients=_polynomial,
+        ),
+        Rule(
+            name="momentum",
+            summary="the last displacement times what momentum alone keeps of it; damped while Adam's moments fill",
+            coefficients=_momentum,
+        ),
+        Rule(
+            name="moments",
+            summary="runs Adam, AdamW or SGD itself h steps ahead with an assumed gradient; no history memory, closed "
+            "form for any h",
+            coefficients=None,
         ),
         Rule(
             name="least_squares",
@@ -117,8 +204,14 @@ FORECASTERS: Mapping[str, Rule] = {
             coefficients=_least_squares("off"),
         ),
         Rule(
+            name="least_squares_prior",
+            summary="the same fit without consistency, pulled to the momentum rule until it has seen enough",
+            coefficients=_least_squares_prior,
+        ),
+        Rule(
             name="auto",
-            summary="the best-scoring rule of a bank, damped and held by policy-space evidence",
+            summary="the best-scoring rule of a bank, damped and held by policy-space evidence: never worse than stale "
+            "over a run",
             coefficients=None,
         ),
     )

@@ -1,32 +1,39 @@
-"""The forecaster as pure functions of an explicit state: init, observe, plan, record, stream, rewind.
+"""The forecaster's state: what a forecast depends on, how it starts, and what is noted in it.
 
-The state owns an fp32 copy of the learner's last weights and a ring of displacements for each tracked
-leaf. `observe` reuses those buffers: the state passed in is consumed, as a donated argument is in JAX, and
-using it again raises. K lags, C = K + h - 1 displacements held, N entries of a leaf.
+Taking in an update is `observe`, planning over a state `planning`, streaming weights from it `stream`. The state owns a
+ring of displacements for each tracked leaf and, unless they are read off the optimizer, an fp32 copy of the last
+weights. `observe` reuses those buffers: the state passed in is consumed, as a donated argument is in JAX, and using it
+again raises. K lags, C = K + h - 1 displacements held, N entries of a leaf, S sampled entries, R = K + h held for them.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from farl.core.types import DTYPES
-from farl.errors import ConfigError, ShapeError, StateError, unknown_name
-from farl.forecast.auto import Memo, choose, rule_coefficients
+from farl.errors import ConfigError, StateError, unknown_name
+from farl.forecast.auto import Memo
 from farl.forecast.config import ForecastConfig
 from farl.forecast.gate import PolicyEvidence
 from farl.forecast.gram import GramBand
-from farl.forecast.plan import ForecastPlan, ScoredForecast
+from farl.forecast.groups import group_of
+from farl.forecast.history import Ring
+from farl.forecast.moments import Moments, run_ahead
+from farl.forecast.plan import ForecastPlan
 from farl.forecast.rules import FORECASTERS
+from farl.forecast.sample import Reduce, Sample, choose_sample
 
-CHUNK = 1 << 16
-"""Entries worked on at once: weights, previous weights and C displacements of a chunk stay in L2."""
-_WARM_TARGETS = 3
-"""Scored targets after which `auto` stops damping where no probe ever reports."""
+EUCLIDEAN = "euclidean"
+"""Key of the Gram band in which realised errors are measured; those that fits read are keyed by group."""
+
+
+def unsharded(tensor: Tensor) -> Tensor:
+    """`Reduce` of weights that one process holds whole."""
+    return tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,13 +43,24 @@ class ForecastState:
     Attributes:
         config: the settings.
         version: t, the learner version last observed.
-        previous: fp32 `theta[t]` of each tracked leaf, flat [N].
-        history: displacements of each tracked leaf, [C, N], in ring order.
-        slots: ring rows in use, newest displacement first.
-        gram: inner products of displacements.
+        first: version the history begins at: displacement `first + 1` is the oldest that was ever held.
+        previous: fp32 `theta[t]` of each tracked leaf, flat [N]; empty where displacements come from the optimizer.
+        rings: displacements of each tracked leaf; `D[j]` is in row `j % C`.
+        groups: group of leaves that each leaf shares its coefficients with.
+        sample: entries on which inner products are formed.
+        sample_previous_S: their `theta[t]`.
+        sample_rows_RS: their displacements; `D[j]` is in row `j % R`.
+        curvature_S: their second moment of the gradient; None while unknown.
+        grams: inner products of displacements: `EUCLIDEAN`, and one for each group in the metric of the fits.
+        lrs: learning rate of recent updates, by the version they made.
+        momentum: beta1 of the optimizer; None if unknown.
+        num_steps: steps the optimizer had made at version t.
         pending: forecasts shipped whose target has not come yet.
+        promised: what the rule `moments` would have moved the sampled entries by undamped, by base version and horizon.
         incumbents: rule shipped last, by horizon (for hysteresis).
-        evidence: policy-space evidence.
+        realised: discounted squared error and squared displacement of what was shipped, by horizon.
+        would_be: the same for what was planned undamped, shipped or held.
+        evidence: policy-space evidence, by horizon.
         num_nonfinite: updates whose displacement was not finite; each cleared the history.
         memo: cache of coefficients; derived, never saved.
         lease: version at which the buffers are valid, shared by all states over them.
@@ -50,16 +68,56 @@ class ForecastState:
 
     config: ForecastConfig
     version: int
+    first: int
     previous: Mapping[str, Tensor]
-    history: Mapping[str, Tensor]
-    slots: tuple[int, ...] = ()
-    gram: GramBand = field(default_factory=GramBand)
+    rings: Mapping[str, Ring]
+    sizes: Mapping[str, int]
+    groups: Mapping[str, str]
+    sample: Sample
+    sample_previous_S: Tensor
+    sample_rows_RS: Tensor
+    curvature_S: Tensor | None = None
+    grams: Mapping[str, GramBand] = field(default_factory=dict)
+    lrs: Mapping[int, float] = field(default_factory=dict)
+    momentum: float | None = None
+    num_steps: int = 0
     pending: tuple[ForecastPlan, ...] = ()
-    incumbents: Mapping[int, str] = field(default_factory=dict)
-    evidence: PolicyEvidence = field(default_factory=PolicyEvidence)
+    promised: Mapping[tuple[int, float], Tensor] = field(default_factory=dict)
+    incumbents: Mapping[float, str] = field(default_factory=dict)
+    realised: Mapping[float, tuple[float, float]] = field(default_factory=dict)
+    would_be: Mapping[float, tuple[float, float]] = field(default_factory=dict)
+    evidence: Mapping[float, PolicyEvidence] = field(default_factory=dict)
     num_nonfinite: int = 0
     memo: Memo = field(default_factory=Memo, repr=False)
     lease: list[int] = field(default_factory=lambda: [0], repr=False)
+
+    @property
+    def gram(self) -> GramBand:
+        """Euclidean inner products over all leaves, scaled from the sample."""
+        return self.grams[EUCLIDEAN]
+
+    def unit_gram(self, group: str) -> GramBand:
+        """Inner products of a group's displacements, each divided by its learning rate."""
+        key = (group, self.version)
+        if key not in self.memo.unit_grams:
+            self.memo.unit_grams.clear()
+            for name, band in self.grams.items():
+                scaled = band.scaled(lambda v: 1 / self.lrs[v] if self.lrs.get(v, 0.0) > 0 else 0.0)
+                self.memo.unit_grams[name, self.version] = scaled
+        return self.memo.unit_grams[key]
+
+    @property
+    def num_held(self) -> int:
+        """Displacement tensors held."""
+        capacity = next(iter(self.rings.values())).capacity
+        return min(self.version - self.first, capacity)
+
+    @property
+    def num_rewindable(self) -> int:
+        """Updates that `rewind` can go back; the rule `moments` reads the last one off the optimizer."""
+        if self.config.rule == "moments":
+            return min(self.version - self.first, 1)
+        return self.num_held
 
     def require_current(self) -> None:
         """Raises `StateError` if `observe` has consumed this state."""
@@ -70,255 +128,156 @@ class ForecastState:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What one call of `observe` learnt.
-
-    Attributes:
-        version: the version observed.
-        displacement: `||D[t]||`.
-        finite: False when the displacement held a NaN or infinity and the history was cleared.
-        scored: forecasts whose target was this version.
-    """
-
-    version: int
-    displacement: float
-    finite: bool
-    scored: tuple[ScoredForecast, ...]
-
-
-def init(leaves: Iterable[tuple[str, Tensor]], config: ForecastConfig, *, version: int = 0) -> ForecastState:
+def init(
+    leaves: Iterable[tuple[str, Tensor]],
+    config: ForecastConfig,
+    *,
+    version: int = 0,
+    replicas: Mapping[str, int] | None = None,
+    reduce: Reduce = unsharded,
+) -> ForecastState:
     """Starts a state at the learner's present weights.
 
     Args:
-        leaves: named trained weights, any float dtype (fp32 masters; see trap 1 of the method).
+        leaves: named trained weights, or this rank's shards, any float dtype (fp32 masters; trap 1 of the method).
         config: the settings; `bank` and `rule` are looked up here.
         version: learner version of these weights.
+        replicas: ranks that hold the same copy of a leaf, where it is not 1; their sums must not count twice.
+        reduce: adds a float64 tensor over all ranks.
 
     Raises:
         ConfigError: for an unknown rule, a leaf that is not floating point, or no leaf at all.
     """
-    for name in (config.rule, *config.bank):
-        if name not in FORECASTERS:
-            raise unknown_name("rule", name, FORECASTERS)
-    if "auto" in config.bank:
-        raise ConfigError("bank: auto cannot choose itself; name fixed rules, for example ('copy',)")
-    previous: dict[str, Tensor] = {}
-    history: dict[str, Tensor] = {}
+    check_rules(config)
+    flat: dict[str, Tensor] = {}
     for name, leaf in leaves:
         if not leaf.is_floating_point():
             raise ConfigError(f"leaf {name!r} has dtype {leaf.dtype}: only floating-point weights can be forecast")
-        flat_N = leaf.detach().reshape(-1)
-        previous[name] = flat_N.to(torch.float32, copy=True)
-        history[name] = torch.zeros(
-            config.capacity, flat_N.numel(), dtype=DTYPES[config.history_dtype], device=leaf.device
-        )
-    if not previous:
+        flat[name] = leaf.detach().reshape(-1)
+    if not flat:
         raise ConfigError("leaves: no trained weight to forecast; pass the parameters that the optimizer updates")
-    evidence = PolicyEvidence(prior_factor=config.cold_damping)
-    gram = GramBand(newest=version)
+    counts = replicas or {}
+    total = sum(leaf.numel() / counts.get(name, 1) for name, leaf in flat.items())
+    total = float(reduce(torch.tensor([total], dtype=torch.float64)))
+    sample = choose_sample(flat, max_entries=config.sample_entries, total=total, replicas=counts)
+    needs_history = config.rule != "moments"
+    capacity = config.capacity if needs_history else 0
+    previous = {}
+    if needs_history and config.source == "weights":
+        previous = {name: leaf.to(torch.float32, copy=True) for name, leaf in flat.items()}
+    groups = {name: group_of(name, config.grouping) for name in flat}
     return ForecastState(
         config=config,
         version=version,
+        first=version,
         previous=previous,
-        history=history,
-        gram=gram,
-        evidence=evidence,
+        rings={
+            name: Ring.empty(
+                capacity, leaf.numel(), dtype=config.history_dtype, device=leaf.device, offload=config.offload
+            )
+            for name, leaf in flat.items()
+        },
+        sizes={name: leaf.numel() for name, leaf in flat.items()},
+        groups=groups,
+        sample=sample,
+        sample_previous_S=sample.gather(flat),
+        sample_rows_RS=torch.zeros(
+            config.lags + config.max_horizon, sample.num_entries, device=sample.density_S.device
+        ),
+        grams=empty_grams(groups, version),
         lease=[version],
     )
 
 
-@torch.no_grad()
-def observe(
-    state: ForecastState, leaves: Iterable[tuple[str, Tensor]], *, version: int | None = None
-) -> tuple[ForecastState, Observation]:
-    """Takes in the weights after one more update; one pass over weights, previous weights and history.
+def check_rules(config: ForecastConfig) -> None:
+    """Raises `ConfigError` for rules that do not exist or cannot be in a bank."""
+    for name in (config.rule, *config.bank):
+        if name not in FORECASTERS:
+            raise unknown_name("rule", name, FORECASTERS)
+    for name in config.bank:
+        if FORECASTERS[name].coefficients is None:
+            raise ConfigError(f"bank: {name} has no coefficients to be scored by; name others, for example ('copy',)")
 
-    Reads `theta[t]`, `theta[t-1]` and C displacements, writes `theta[t]` and one displacement: about
-    `(C + 4) N` words of memory traffic.
+
+def empty_grams(groups: Mapping[str, str], version: int) -> dict[str, GramBand]:
+    """A Gram band without rows for errors, and one for each group."""
+    return {key: GramBand(newest=version) for key in (EUCLIDEAN, *dict.fromkeys(groups.values()))}
+
+
+def extend(
+    state: ForecastState,
+    leaves: Iterable[tuple[str, Tensor]],
+    *,
+    order: Sequence[str],
+    replicas: Mapping[str, int] | None = None,
+) -> ForecastState:
+    """The state with new leaves, which count as not having moved so far.
 
     Args:
-        state: at version t - 1; consumed.
-        leaves: the tracked leaves, by the names and shapes of `init`, in any order.
-        version: t, to be checked; None takes the next.
-
-    Returns:
-        The state at version t, and what was learnt. A displacement that is not finite clears the history,
-        so that the following plans hold.
-
-    Raises:
-        StateError: if the state was consumed before or the version is not the next.
-        ShapeError: if leaves are missing, unknown, repeated or of another size.
+        state: at the version whose weights the new leaves hold; consumed.
+        leaves: the new ones.
+        order: names of all leaves, in the order in which they are to be streamed.
+        replicas: as in `init`, of the new leaves.
     """
     state.require_current()
-    if version is not None and version != state.version + 1:
-        raise StateError(
-            f"version={version}: observe() needs every version in order, the next is {state.version + 1}; "
-            "after a gap start again with init()"
-        )
-    named = _match(state, leaves)
-    config, capacity = state.config, state.config.capacity
-    slot = state.slots[-1] if len(state.slots) == capacity else len(state.slots)
-    products = torch.zeros(capacity + 1, dtype=torch.float64)
-    for name, leaf in named.items():
-        products += _absorb(leaf, state.previous[name], state.history[name], slot)
-    row = [float(products[-1]), *(float(products[s]) for s in state.slots)]
-    now = state.version + 1
-    state.lease[0] = now
-    if not all(math.isfinite(x) for x in row):
-        return _forget(state, now), Observation(version=now, displacement=math.nan, finite=False, scored=())
-    gram = state.gram.push(row, max_rows=2 * config.window + capacity + config.max_horizon)
-    due = [p for p in state.pending if p.target_version == now]
-    scored = tuple(s for p in due if (s := _score(gram, p)) is not None)
-    state.memo.drop_before(now - config.window - config.max_horizon)
-    after = replace(
-        state,
-        version=now,
-        slots=(slot, *(s for s in state.slots if s != slot)),
-        gram=gram,
-        pending=tuple(p for p in state.pending if p.target_version > now),
+    new = {name: leaf.detach().reshape(-1) for name, leaf in leaves}
+    if not new:
+        return state
+    fresh = init(new.items(), state.config, version=state.version, replicas=replicas)
+    fresh_R = len(fresh.sample_rows_RS)
+
+    def ordered(old: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+        both = {**old, **added}
+        return {name: both[name] for name in order if name in both}
+
+    device = state.sample_rows_RS.device
+    offset = state.sample.num_entries
+    spans = {name: slice(s.start + offset, s.stop + offset) for name, s in fresh.sample.spans.items()}
+    sample = Sample(
+        positions={**state.sample.positions, **fresh.sample.positions},
+        spans={**state.sample.spans, **spans},
+        density_S=torch.cat([state.sample.density_S, fresh.sample.density_S.to(device)]),
+        replicas={**state.sample.replicas, **fresh.sample.replicas},
     )
-    return after, Observation(version=now, displacement=math.sqrt(row[0]), finite=True, scored=scored)
-
-
-def _match(state: ForecastState, leaves: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = {}
-    for name, leaf in leaves:
-        if name not in state.previous:
-            raise ShapeError(f"leaf {name!r}: not among the {len(state.previous)} leaves of init(); make a new state")
-        if name in named:
-            raise ShapeError(f"leaf {name!r}: given twice; tied weights move once, pass them once")
-        if leaf.numel() != state.previous[name].numel():
-            raise ShapeError(
-                f"leaf {name!r}: {leaf.numel()} entries, {state.previous[name].numel()} at init(); make a new state"
-            )
-        named[name] = leaf.detach().reshape(-1)
-    if len(named) != len(state.previous):
-        missing = sorted(state.previous.keys() - named.keys())
-        raise ShapeError(f"leaves: {len(missing)} missing, first {missing[0]!r}; pass every leaf of init()")
-    return named
-
-
-def _absorb(leaf_N: Tensor, previous_N: Tensor, ring_CN: Tensor, slot: int) -> Tensor:
-    """Stores a leaf's displacement in the ring.
-
-    Returns:
-        float64 [C + 1]: its inner products with what the ring held before, by slot, then with itself.
-    """
-    capacity = len(ring_CN)
-    total = torch.zeros(capacity + 1, dtype=torch.float64, device=leaf_N.device)
-    for start in range(0, leaf_N.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
-        now = leaf_N[part].float()
-        moved = (now - previous_N[part]).to(ring_CN.dtype)
-        previous_N[part] = now
-        wide = moved.float()
-        total[:capacity] += torch.mv(ring_CN[:, part].float(), wide)
-        total[capacity] += torch.dot(wide, wide)
-        ring_CN[slot, part] = moved
-    return total.cpu()
-
-
-def _forget(state: ForecastState, version: int) -> ForecastState:
-    """The state without history, after a displacement that was not finite."""
-    for ring_CN in state.history.values():
-        ring_CN.zero_()
+    curvature = state.curvature_S
+    if curvature is not None:
+        curvature = torch.cat([curvature, torch.zeros(fresh.sample.num_entries, device=device)])
+    bands = {key: GramBand(newest=state.version, rows=_silent(state.gram)) for key in fresh.grams}
     return replace(
         state,
-        version=version,
-        slots=(),
-        gram=GramBand(newest=version),
-        pending=(),
+        previous=ordered(state.previous, fresh.previous),
+        rings=ordered(state.rings, fresh.rings),
+        sizes=ordered(state.sizes, fresh.sizes),
+        groups=ordered(state.groups, fresh.groups),
+        sample=sample,
+        sample_previous_S=torch.cat([state.sample_previous_S, fresh.sample_previous_S.to(device)]),
+        sample_rows_RS=torch.cat([state.sample_rows_RS, torch.zeros(fresh_R, fresh.sample.num_entries).to(device)], 1),
+        curvature_S=curvature,
+        grams={**bands, **state.grams},
+        promised={},
         memo=Memo(),
-        num_nonfinite=state.num_nonfinite + 1,
     )
 
 
-def _score(gram: GramBand, shipped: ForecastPlan) -> ScoredForecast | None:
-    oldest = shipped.base_version + 1 - len(shipped.coefficients)
-    if not gram.covers(oldest, shipped.target_version):
-        return None
-    squared, stale = gram.squared_error(shipped.coefficients, base=shipped.base_version, horizon=shipped.horizon)
-    return ScoredForecast(plan=shipped, residual=math.sqrt(squared), displacement=math.sqrt(stale))
+def _silent(band: GramBand) -> tuple[tuple[float, ...], ...]:
+    """Rows of leaves that have not moved while those of `band` did."""
+    return tuple((0.0,) * len(row) for row in band.rows)
 
 
-def plan(state: ForecastState, horizon: int) -> ForecastPlan:
-    """Chooses the coefficients of a forecast `horizon` updates ahead; no tensor is touched.
+def record(
+    state: ForecastState,
+    shipped: ForecastPlan,
+    leaves: Iterable[tuple[str, Tensor]] = (),
+    *,
+    moments: Mapping[str, Moments] | None = None,
+) -> ForecastState:
+    """Notes that a plan was really shipped, so that `observe` scores it when its target arrives.
 
     Args:
-        state: the state.
-        horizon: h, from 0 (exact weights) to `max_horizon`.
-
-    Returns:
-        The plan; it holds (stale weights, with the reason) while there is nothing to forecast from or while
-        the evidence says that forecasts do not pay.
-
-    Raises:
-        ConfigError: for a horizon that is negative, not whole or above `max_horizon`.
-    """
-    config = state.config
-    if isinstance(horizon, bool) or not isinstance(horizon, int) or not 0 <= horizon <= config.max_horizon:
-        raise ConfigError(
-            f"horizon={horizon!r}: must be a whole number of updates from 0 to max_horizon={config.max_horizon}; "
-            "raise max_horizon to look further"
-        )
-    base = state.version
-    if horizon == 0:
-        return ForecastPlan(base_version=base, horizon=0, rule="stale")
-    if config.rule == "auto":
-        return _plan_auto(state, horizon)
-    chosen = rule_coefficients(config.rule, state.gram, base, horizon, config, state.memo)
-    if chosen is None:
-        return _hold(base, horizon, "no displacement observed yet")
-    return _finish(base, horizon, config.rule, chosen, config.damping)
-
-
-def _plan_auto(state: ForecastState, horizon: int) -> ForecastPlan:
-    config, base, evidence = state.config, state.version, state.evidence
-    if base < evidence.held_until:
-        return _hold(base, horizon, f"policy-space evidence, until version {evidence.held_until}")
-    name, scores = choose(state.gram, base, horizon, config, incumbent=state.incumbents.get(horizon), memo=state.memo)
-    chosen = rule_coefficients(name, state.gram, base, horizon, config, state.memo)
-    if chosen is None:
-        return _hold(base, horizon, "no displacement observed yet")
-    if name == "stale":
-        return _hold(base, horizon, "no rule of the bank beat stale weights recently")
-    score = scores[name]
-    expected = None if math.isnan(score.squared_ratio) else math.sqrt(score.squared_ratio)
-    unprobed = evidence.num_probes == 0 and evidence.failures == 0
-    factor = 1.0 if unprobed and score.num_targets >= _WARM_TARGETS else evidence.factor
-    return _finish(base, horizon, name, chosen, factor, expected)
-
-
-def _hold(base: int, horizon: int, reason: str) -> ForecastPlan:
-    return ForecastPlan(base_version=base, horizon=horizon, rule="stale", held=reason, predicted_error=1.0)
-
-
-def _finish(
-    base: int,
-    horizon: int,
-    rule: str,
-    chosen: tuple[float, ...],
-    damping: float,
-    expected: float | None = None,
-) -> ForecastPlan:
-    coefficients = tuple(damping * a for a in chosen)
-    if not all(math.isfinite(a) for a in coefficients):
-        return _hold(base, horizon, f"rule {rule} gave a coefficient that is not finite")
-    if not any(coefficients) and rule != "stale":
-        return _hold(base, horizon, f"rule {rule} moves nothing yet")
-    return ForecastPlan(
-        base_version=base,
-        horizon=horizon,
-        rule=rule,
-        coefficients=coefficients,
-        damping=damping,
-        predicted_error=expected,
-    )
-
-
-def record(state: ForecastState, shipped: ForecastPlan) -> ForecastState:
-    """Notes that a plan was really shipped, so that `observe` scores it when its target arrives.
+        state: at the plan's base version.
+        shipped: the plan.
+        leaves: the weights, for the rule `moments`, whose forecast is noted on the sample.
+        moments: optimizer state, for the same.
 
     Raises:
         StateError: if the plan was not made at the state's version.
@@ -330,66 +289,31 @@ def record(state: ForecastState, shipped: ForecastPlan) -> ForecastState:
         )
     if shipped.horizon == 0:
         return state
-    incumbents = dict(state.incumbents)
+    incumbents, promised = dict(state.incumbents), dict(state.promised)
     if not shipped.held:
         incumbents[shipped.horizon] = shipped.rule
-    return replace(state, pending=(*state.pending, shipped), incumbents=incumbents)
+    if shipped.coming_lrs:
+        key = (shipped.base_version, shipped.horizon)
+        promised[key] = _run_sample_ahead(state, shipped, dict(leaves), moments or {})
+    return replace(state, pending=(*state.pending, shipped), incumbents=incumbents, promised=promised)
 
 
-@torch.no_grad()
-def stream(
-    state: ForecastState, forecast: ForecastPlan, *, dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Materialises a forecast leaf by leaf, flat [N]; the sum is formed in fp32 and cast last.
-
-    Reads `theta[t]` and the displacements with a coefficient, writes the result: `(2 + K) N` words.
-
-    Args:
-        state: at the plan's base version.
-        forecast: a plan made at that version.
-        dtype: of the leaves yielded; None keeps fp32.
-
-    Yields:
-        Name and new tensor of each tracked leaf, in the order of `init`.
-
-    Raises:
-        StateError: if the state was consumed, or the plan belongs to another version.
-    """
-    state.require_current()
-    if forecast.base_version != state.version:
-        raise StateError(
-            f"base_version={forecast.base_version}: the state is at version {state.version}; make a new plan"
-        )
-    yield from _combine(state, forecast.coefficients, dtype or torch.float32)
-
-
-@torch.no_grad()
-def rewind(state: ForecastState, num_updates: int, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Rebuilds the weights of `num_updates` updates ago from the displacements held, for the stale probe.
-
-        theta[t-n] = theta[t] - sum_{i<n} D[t-i]
-
-    Raises:
-        StateError: if the state was consumed or fewer displacements are held.
-    """
-    state.require_current()
-    if not 0 <= num_updates <= len(state.slots):
-        raise StateError(
-            f"num_updates={num_updates}: {len(state.slots)} displacements are held; raise max_horizon or lags"
-        )
-    yield from _combine(state, (-1.0,) * num_updates, dtype or torch.float32)
-
-
-def _combine(state: ForecastState, coefficients: tuple[float, ...], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    terms = [(state.slots[k], c) for k, c in enumerate(coefficients) if c != 0.0]
-    for name, base_N in state.previous.items():
-        ring_CN = state.history[name]
-        out_N = torch.empty_like(base_N, dtype=dtype)
-        for start in range(0, base_N.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
-            total = base_N[part]
-            for i, (slot, c) in enumerate(terms):
-                row = ring_CN[slot, part].float()
-                total = total.add(row, alpha=c) if i == 0 else total.add_(row, alpha=c)
-            out_N[part] = total
-        yield name, out_N
+def _run_sample_ahead(
+    state: ForecastState, shipped: ForecastPlan, leaves: Mapping[str, Tensor], moments: Mapping[str, Moments]
+) -> Tensor:
+    """What the rule `moments` moves the sampled entries by, undamped, float32 [S]."""
+    moved_S = torch.zeros_like(state.sample_previous_S)
+    for name, span in state.sample.spans.items():
+        if name not in moments or name not in leaves:
+            continue
+        positions = state.sample.positions[name]
+        part = slice(None) if positions is None else positions
+        moved_S[span] = run_ahead(
+            moments[name],
+            leaves[name].detach().reshape(-1)[part],
+            part,
+            shares=shipped.shares,
+            assumed=state.config.assumed_gradient,
+            lrs=shipped.coming_lrs,
+        ).to(moved_S.device)
+    return moved_S

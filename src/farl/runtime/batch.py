@@ -40,7 +40,7 @@ def make_batch(groups: Sequence[Group], advantage_B: Tensor, *, version: int, pa
         mask_BT[b, :length] = True
         logp_BT[b, :length] = torch.tensor(rollout.logp_behaviour)
     base_B = torch.tensor([r.stamp.base_version for r in rollouts])
-    target_B = torch.tensor([r.stamp.target_version for r in rollouts])
+    target_B = torch.tensor([float(r.stamp.target_version) for r in rollouts])
     return TrainBatch(
         prompt_ids_PL=prompt_ids_PL,
         prompt_mask_PL=prompt_mask_PL,

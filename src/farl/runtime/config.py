@@ -6,14 +6,14 @@ Counts of time are learner updates unless a name says batches or seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from farl.core.types import DTYPES
 from farl.correct import CorrectorConfig, Need, make_corrector
 from farl.errors import ConfigError
 from farl.forecast import ForecastConfig
 
-Aim = Literal["first", "middle", "last"]
+Aim = Literal["first", "middle", "last", "window"]
 Launch = Literal["inline", "local"]
 
 
@@ -58,7 +58,8 @@ class AsyncConfig:
         lag: updates between dispatch and the first update that consumes; a multiple of `updates_per_batch`.
             0 is synchronous, `updates_per_batch` is one-step-off.
         updates_per_batch: M, minibatch updates made from one consumed batch.
-        aim: point of the consumption window (lags h .. h+M-1) that a forecast aims at.
+        aim: point of the consumption window (lags h .. h+M-1) that a forecast aims at: its "first" update, its
+            "middle", which lies between two updates for even M, its "last", or the mean of the whole "window".
         launch: "inline" runs everything in this process with the same numbers; "local" overlaps processes.
         num_workers: rollout processes of "local".
         threads: torch threads of the learner and of each worker.
@@ -93,8 +94,8 @@ class AsyncConfig:
                 f"pipeline.lag={self.lag}: must be a multiple of updates_per_batch={self.updates_per_batch}, since a "
                 "batch is consumed whole; 0 is synchronous"
             )
-        if self.aim not in ("first", "middle", "last"):
-            raise ConfigError(f"pipeline.aim={self.aim!r}: must be 'first', 'middle' or 'last'")
+        if self.aim not in get_args(Aim):
+            raise ConfigError(f"pipeline.aim={self.aim!r}: must be 'first', 'middle', 'last' or 'window'")
         if self.launch not in ("inline", "local"):
             raise ConfigError(f"pipeline.launch={self.launch!r}: must be 'inline' or 'local'")
         if self.wire_dtype not in DTYPES:
@@ -109,10 +110,12 @@ class AsyncConfig:
         return self.lag // self.updates_per_batch
 
     @property
-    def aim_offset(self) -> int:
-        """Updates past the start of the consumption window that a forecast aims at."""
+    def aim_offsets(self) -> tuple[float, ...]:
+        """Updates past the start of the consumption window that a forecast aims at; several share it equally."""
         last = self.updates_per_batch - 1
-        return {"first": 0, "middle": last // 2, "last": last}[self.aim]
+        if self.aim == "window":
+            return tuple(range(self.updates_per_batch))
+        return ({"first": 0, "middle": last // 2 if last % 2 == 0 else last / 2, "last": last}[self.aim],)
 
     @property
     def max_horizon(self) -> int:

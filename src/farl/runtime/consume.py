@@ -15,7 +15,7 @@ from torch import Tensor
 from farl.core.protocols import Policy
 from farl.core.types import Group
 from farl.correct import Need, make_corrector
-from farl.forecast import Forecaster
+from farl.forecast import Forecaster, ForecastPlan
 from farl.runtime.advantage import group_advantages
 from farl.runtime.batch import make_batch
 from farl.runtime.config import LoopConfig
@@ -79,13 +79,13 @@ class Consumer:
         self._num_sources = max(config.num_replay_policies - 1, 0)
         self.replay = ReplayBuffer(self._num_sources, self._max_replayed)
 
-    def consume(self, groups: Sequence[Group], *, batch: int, damping: float) -> Iterator[dict[str, Any]]:
+    def consume(self, groups: Sequence[Group], *, batch: int, plan: ForecastPlan) -> Iterator[dict[str, Any]]:
         """Makes M updates from one batch, one at each step of the iterator.
 
         Args:
             groups: all of the batch, in order.
             batch: its number.
-            damping: of the plan that drew it.
+            plan: that drew it.
 
         Yields:
             The metrics of each update, by the names of `docs/metrics.md`.
@@ -113,7 +113,7 @@ class Consumer:
             later = [self._minibatch(part, with_sources=False).batch for part in parts[1:]]
             anchors[1:] = [evaluate_logp(self._policy, batch, config) for batch in later]
         for part, anchor_BT in zip(parts, anchors, strict=True):
-            metrics = self._update(self._minibatch(part, anchor_BT), groups[0], damping)
+            metrics = self._update(self._minibatch(part, anchor_BT), plan)
             yield {
                 "update": self._forecaster.version,
                 "batch": batch,
@@ -163,13 +163,15 @@ class Consumer:
     def _presented(self, source: int) -> AbstractContextManager[None]:
         return self._forecaster.presented(self._publisher.served_weights(source))
 
-    def _update(self, mini: Minibatch, group: Group, damping: float) -> dict[str, Any]:
-        config, stamp = self._config, group.rollouts[0].stamp
-        fresh_lag = self._forecaster.version - stamp.base_version
+    def _update(self, mini: Minibatch, plan: ForecastPlan) -> dict[str, Any]:
+        config = self._config
+        fresh_lag = self._forecaster.version - plan.base_version
         probed: dict[str, float] = {}
 
         def probe(logp_learner_BT: Tensor) -> None:
-            probed.update(stale_probe(self._policy, self._forecaster, mini, logp_learner_BT, stamp, damping, config))
+            probed.update(stale_probe(self._policy, self._forecaster, mini, logp_learner_BT, plan, config))
+            if self._forecaster.streams_live_weights:
+                self._publisher.settle()
 
         result = update(
             self._policy,
@@ -194,9 +196,9 @@ class Consumer:
             **probed,
             **scored,
             "lag/fresh_versions": fresh_lag,
-            "forecast/rule": stamp.rule,
-            "forecast/damping": damping,
-            "forecast/horizon_versions": stamp.horizon,
+            "forecast/rule": plan.rule,
+            "forecast/damping": plan.damping if plan.moves else 0.0,
+            "forecast/horizon_versions": plan.horizon,
         }
 
 

@@ -71,7 +71,10 @@ class Trainer:
         self._stop = stop or threading.Event()
         self.optimizer = make_optimizer(parts.policy, config.optimizer)
         self.forecaster = Forecaster(
-            parts.policy.module.named_parameters(), self.optimizer, config=config.forecast_for_pipeline
+            parts.policy.module.named_parameters(),
+            self.optimizer,
+            config=config.forecast_for_pipeline,
+            lr_schedule=config.optimizer.lr_at,
         )
         self.publisher = Publisher(self.forecaster, parts.transport, parts.pool, config)
         self.buffer = GroupBuffer(config.rollout.prompts_per_batch)
@@ -174,8 +177,8 @@ class Trainer:
         waited_from_s = self.timeline.train[-1][1] if self.timeline.train else None
         begin_s = time.monotonic()
         waited_s = 0.0 if waited_from_s is None else begin_s - waited_from_s
-        damping = self.publisher.damping_of(self._next_batch)
-        for metrics in self.consumer.consume(groups, batch=self._next_batch, damping=damping):
+        plan = self.publisher.plan_of(self._next_batch)
+        for metrics in self.consumer.consume(groups, batch=self._next_batch, plan=plan):
             metrics |= {
                 "time/wait_s": waited_s,
                 "optim/num_skipped": self.skips.total,

@@ -45,7 +45,7 @@ class Publisher:
         self._pool = pool
         self._config = config
         self._open: dict[int, Publication] = {}
-        self._batch_damping: dict[int, float] = {}
+        self._plans: dict[int, ForecastPlan] = {}
         self._keeps = config.keeps_served_weights
         self._kept: dict[int, dict[str, Tensor]] = {}
         self.next_batch = 0
@@ -91,7 +91,7 @@ class Publisher:
             publication=batch,
             stamp=stamp,
         )
-        self._batch_damping[batch] = plan.damping if plan.moves else 0.0
+        self._plans[batch] = plan
         self.next_batch += 1
         self._next_dispatch_id += len(dispatches)
         self.settle()
@@ -144,9 +144,9 @@ class Publisher:
         """
         return self._kept[batch].items()
 
-    def damping_of(self, batch: int) -> float:
-        """Damping of the plan that drew batch n, 0 if it was held; forgotten once asked."""
-        return self._batch_damping.pop(batch)
+    def plan_of(self, batch: int) -> ForecastPlan:
+        """The plan that drew batch n; forgotten once asked."""
+        return self._plans.pop(batch)
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
         """Outstanding dispatches and the very weights they were promised.
@@ -163,7 +163,7 @@ class Publisher:
         record = {
             "next_batch": self.next_batch,
             "next_dispatch_id": self._next_dispatch_id,
-            "batch_damping": {str(n): d for n, d in self._batch_damping.items()},
+            "plans": {str(n): p.to_json() for n, p in self._plans.items()},
             "served": list(self._kept),
             "open": {str(n): [d.to_json() for d in p.dispatches.values()] for n, p in self._open.items()},
         }
@@ -173,7 +173,7 @@ class Publisher:
         """Inverse of `state`: publishes the promised weights again and re-sends what was outstanding."""
         self.next_batch = record["next_batch"]
         self._next_dispatch_id = record["next_dispatch_id"]
-        self._batch_damping = {int(n): d for n, d in record["batch_damping"].items()}
+        self._plans = {int(n): ForecastPlan.from_json(p) for n, p in record["plans"].items()}
         self._kept = {n: {k: v.clone() for k, v in tensors[f"served_{n}"].items()} for n in record["served"]}
         for number, dispatches in record["open"].items():
             leaves = tensors[f"publication_{number}"].items()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from farl.core.types import PolicyStamp
+from farl.forecast import Horizon
 from farl.runtime.config import AsyncConfig, RolloutConfig
 
 
@@ -58,15 +59,18 @@ class Dispatch:
         )
 
 
-def horizon_of(pipeline: AsyncConfig, batch: int) -> int:
-    """Updates from the dispatch of batch n to the aimed point of its consumption window.
+def horizon_of(pipeline: AsyncConfig, batch: int) -> Horizon:
+    """Updates from the dispatch of batch n to the aimed point, or points, of its consumption window.
 
     0 in a synchronous pipeline, whose policies are always exact. The first batches, dispatched together from
     version 0, have to wait for their turn: their horizon is shorter.
     """
     if pipeline.depth == 0:
         return 0
-    return min(batch, pipeline.depth) * pipeline.updates_per_batch + pipeline.aim_offset
+    start = min(batch, pipeline.depth) * pipeline.updates_per_batch
+    if len(pipeline.aim_offsets) == 1:
+        return start + pipeline.aim_offsets[0]
+    return {start + offset: 1.0 for offset in pipeline.aim_offsets}
 
 
 def sampling_seed(seed: int, group_id: int) -> int:

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from farl.core.logprobs import policy_distance
 from farl.core.protocols import Policy
-from farl.core.types import PolicyStamp
 from farl.correct import Corrector, LossOutput, Need, diagnose
 from farl.errors import FarlError
-from farl.forecast import Forecaster
+from farl.forecast import Forecaster, ForecastPlan
 from farl.runtime.config import LoopConfig, OptimizerConfig
 from farl.runtime.needs import Minibatch, evaluate_logp, gradient_norms, micro_slices
 
@@ -136,9 +135,18 @@ def _join(outputs: list[LossOutput]) -> LossOutput:
     )
 
 
-def probe_groups(num_groups: int, fraction: float, version: int) -> tuple[int, int]:
-    """Contiguous groups to probe: at least one, at another place for each version."""
-    count = min(num_groups, max(1, round(fraction * num_groups)))
+def probe_groups(num_groups: int, fraction: float, version: int) -> tuple[int, int] | None:
+    """Contiguous groups to probe at a version, at another place each time; None where it is not its turn.
+
+    A share of less than one group is amortised: one group every `1 / (fraction * num_groups)` versions.
+    """
+    if fraction == 0:
+        return None
+    if fraction * num_groups < 1:
+        every = round(1 / (fraction * num_groups))
+        turn, off = divmod(version, every)
+        return None if off else (turn % num_groups, turn % num_groups + 1)
+    count = min(num_groups, round(fraction * num_groups))
     start = (version * count) % (num_groups - count + 1)
     return start, start + count
 
@@ -148,47 +156,48 @@ def stale_probe(
     forecaster: Forecaster,
     mini: Minibatch,
     logp_learner_BT: Tensor,
-    stamp: PolicyStamp,
-    damping: float,
+    plan: ForecastPlan,
     config: LoopConfig,
 ) -> dict[str, float]:
     """Measures what policy distance the same tokens would have had under stale weights, and tells the gate.
 
-    Call it before the optimizer steps: the forecaster must still hold the version that consumed the batch.
+    Where the forecast was held, the tokens are of stale weights already, and the pass looks at the forecast that was
+    kept back. Call it before the optimizer steps: the forecaster must still hold the version that consumed the batch.
 
     Args:
         policy: the learner.
         forecaster: holds the displacements back to the dispatch.
         mini: the minibatch; only its fresh groups are probed.
         logp_learner_BT: its log-probs under the learner before the step.
-        stamp: of the policy that drew the fresh groups.
-        damping: of the plan that drew them.
+        plan: that drew the fresh groups.
         config: fraction of the groups to probe.
 
     Returns:
         `policy/kl_probe_nats`, `policy/kl_stale_nats` and so on; for trajectories that stale weights drew
-        both are the same measurement and no forward pass is made.
+        both are the same measurement.
     """
-    if config.learner.probe_fraction == 0:
+    groups = probe_groups(mini.num_fresh, config.learner.probe_fraction, forecaster.version)
+    if groups is None:
         return {}
     start_s = time.monotonic()
     batch = mini.batch
-    start, stop = probe_groups(mini.num_fresh, config.learner.probe_fraction, forecaster.version)
-    rows_B = (batch.group_B >= start) & (batch.group_B < stop)
-    part = batch.select_groups(start, stop)
-    learner_BT = logp_learner_BT[rows_B]
-    stale_BT = part.logp_behaviour_BT
+    rows_B = (batch.group_B >= groups[0]) & (batch.group_B < groups[1])
+    part = batch.select_groups(*groups)
+    learner_BT, stale_BT = logp_learner_BT[rows_B], part.logp_behaviour_BT
     known_BT = part.mask_BT & torch.isfinite(part.logp_behaviour_BT)
-    if stamp.is_forecast:
-        with forecaster.presented(forecaster.past_weights(forecaster.version - stamp.base_version)):
-            stale_BT = evaluate_logp(policy, part, config)
+    if forecaster.can_probe(plan):
+        with forecaster.presented(forecaster.probe_weights(plan)):
+            probe_BT = evaluate_logp(policy, part, config)
         forecaster.probe(
-            plan_damping=damping,
+            plan,
             logp_learner_BT=learner_BT,
-            logp_forecast_BT=part.logp_behaviour_BT,
-            logp_stale_BT=stale_BT,
+            logp_behaviour_BT=part.logp_behaviour_BT,
+            logp_probe_BT=probe_BT,
             mask_BT=known_BT,
         )
+        stale_BT = probe_BT if plan.moves else stale_BT
+    elif plan.moves:
+        return {}  # history does not reach back to the dispatch: nothing to compare with
     mine = policy_distance(learner_BT, part.logp_behaviour_BT, known_BT)
     stale = policy_distance(learner_BT, stale_BT, known_BT)
     return {

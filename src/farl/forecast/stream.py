@@ -1,0 +1,182 @@
+"""Weights out of a state, leaf by leaf: forecasts, past weights, and the forecast that a hold kept back.
+
+One pass: read `theta` and the displacements with a coefficient, write the result; summed in fp32, cast last. No
+temporary is larger than a chunk. N entries of a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from farl.errors import StateError
+from farl.forecast.history import CHUNK
+from farl.forecast.moments import Moments, last_displacement, run_ahead
+from farl.forecast.plan import ForecastPlan
+from farl.forecast.state import ForecastState
+
+Leaves = Mapping[str, Tensor]
+
+
+@torch.no_grad()
+def stream(
+    state: ForecastState,
+    forecast: ForecastPlan,
+    leaves: Iterable[tuple[str, Tensor]] = (),
+    *,
+    moments: Mapping[str, Moments] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the forecast weights leaf by leaf, summed in fp32 and cast last.
+
+    Reads `theta[t]` and the displacements with a coefficient, writes the result: `(2 + K) N` words. The rule `moments`
+    reads the weights and both moments instead.
+
+    Args:
+        state: at the plan's base version.
+        forecast: a plan made at that version.
+        leaves: the weights at that version; needed where the state keeps no copy (`source="optimizer"`, `moments`).
+        moments: optimizer state at that version, for the rule `moments`.
+        dtype: of the leaves yielded; None keeps fp32.
+
+    Yields:
+        Name and new flat tensor of each tracked leaf, in the order of `init`.
+
+    Raises:
+        StateError: if the state was consumed, the plan belongs to another version, or leaves are needed and not given.
+    """
+    state.require_current()
+    if forecast.base_version != state.version:
+        raise StateError(
+            f"base_version={forecast.base_version}: the state is at version {state.version}; make a new plan"
+        )
+    bases = _bases(state, leaves)
+    if forecast.coming_lrs:
+        yield from _run_ahead(state, forecast, bases, moments or {}, dtype or torch.float32)
+        return
+    newest = state.version
+    rows = {
+        group: [(newest - k, a) for k, a in enumerate(coefficients)] for group, coefficients in forecast.terms.items()
+    }
+    yield from _combine(state, bases, rows, dtype or torch.float32)
+
+
+@torch.no_grad()
+def rewind(
+    state: ForecastState,
+    num_updates: int,
+    leaves: Iterable[tuple[str, Tensor]] = (),
+    *,
+    moments: Mapping[str, Moments] | None = None,
+    then: ForecastPlan | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Rebuilds the weights of `num_updates` updates ago from the displacements held, for the stale probe.
+
+        theta[t-n] = theta[t] - sum_{i<n} D[t-i]
+
+    Args:
+        state: the state.
+        num_updates: n.
+        leaves: the weights at the state's version; needed where it keeps no copy.
+        moments: optimizer state, from which the rule `moments` reads the one displacement it can go back.
+        then: a plan held at that version: adds its shadow, the forecast that was not sent, as far as the displacements
+            it is made of are still held.
+        dtype: of the leaves yielded; None keeps fp32.
+
+    Raises:
+        StateError: if the state was consumed or fewer displacements are held.
+    """
+    state.require_current()
+    if not 0 <= num_updates <= state.num_rewindable:
+        raise StateError(
+            f"num_updates={num_updates}: {state.num_rewindable} displacements are held; raise max_horizon or lags, "
+            "or take a rule with history"
+        )
+    if state.config.rule == "moments":
+        yield from _undo(state, num_updates, _bases(state, leaves), moments or {}, dtype or torch.float32)
+        return
+    back = [(state.version - i, -1.0) for i in range(num_updates)]
+    base, oldest = state.version - num_updates, state.version - state.num_held + 1
+    shadow = then.shadow if then is not None else {}
+    rows = {
+        group: back + [(base - k, a) for k, a in enumerate(shadow.get(group, ())) if base - k >= oldest]
+        for group in state.groups.values()
+    }
+    yield from _combine(state, _bases(state, leaves), rows, dtype or torch.float32)
+
+
+def _bases(state: ForecastState, leaves: Iterable[tuple[str, Tensor]]) -> Leaves:
+    """The fp32 weights to start from: the state's own copy, or the leaves given."""
+    if state.previous:
+        return state.previous
+    given = {name: leaf.detach().reshape(-1) for name, leaf in leaves}
+    missing = state.sizes.keys() - given.keys()
+    if missing:
+        raise StateError(
+            f"leaves: {sorted(missing)[0]!r} is needed, since this state keeps no copy of the weights; pass the leaves"
+        )
+    return given
+
+
+def _combine(
+    state: ForecastState, bases: Leaves, rows: Mapping[str, Sequence[tuple[int, float]]], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """`base + sum_i factor_i D[version_i]` of each leaf, rows by group."""
+    for name, group in state.groups.items():
+        ring, base_N = state.rings[name], bases[name]
+        terms = [(version % ring.capacity, a) for version, a in rows.get(group, ()) if a != 0.0]
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        for start in range(0, base_N.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            if not terms:
+                out_N[part] = base_N[part]
+            elif dtype == torch.float32:
+                total = out_N[part]
+                ring.sum_into(total, base_N[part], start, terms)
+            else:
+                total = torch.empty_like(base_N[part], dtype=torch.float32)
+                ring.sum_into(total, base_N[part], start, terms)
+                out_N[part] = total
+        yield name, out_N
+
+
+def _undo(
+    state: ForecastState, num_updates: int, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights before the last step, or as they are for 0 updates."""
+    for name in state.sizes:
+        base_N = bases[name]
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        for start in range(0, base_N.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            here = base_N[part].float()
+            if num_updates and name in moments:
+                here = here - last_displacement(moments[name], here, part)
+            out_N[part] = here
+        yield name, out_N
+
+
+def _run_ahead(
+    state: ForecastState, forecast: ForecastPlan, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    for name in state.sizes:
+        base_N = bases[name]
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        for start in range(0, base_N.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            here = base_N[part].float()
+            if name in moments:
+                ahead = run_ahead(
+                    moments[name],
+                    here,
+                    part,
+                    shares=forecast.shares,
+                    assumed=state.config.assumed_gradient,
+                    lrs=forecast.coming_lrs,
+                )
+                here = here.add(ahead, alpha=forecast.damping)
+            out_N[part] = here
+        yield name, out_N
