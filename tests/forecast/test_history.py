@@ -25,7 +25,8 @@ def stored(moved, dtype, *, offload=False):
 @pytest.mark.parametrize("scale", [1e-7, 1.0])
 def test_relative_error_of_a_stored_displacement(dtype, bound, scale):
     """Normal entries: bf16 keeps 8 bits; a block of 128 peaks at about 2.7 sigma, and 1/127 of that is rounded
-    evenly.""" moved = scale * torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    evenly."""
+    moved = scale * torch.randn(10_000, generator=torch.Generator().manual_seed(0))
     out, ring = stored(moved, dtype)
     error = float((out - moved).norm() / moved.norm())
     assert error <= bound

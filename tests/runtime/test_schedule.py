@@ -16,7 +16,8 @@ from farl.runtime.schedule import Dispatch, horizon_of, sampling_seed, split_bat
         (2, 2, "first", [0, 2, 2]),
         (2, 2, "last", [1, 3, 3]),
         (3, 3, "middle", [1, 4, 4]),
-        (8, 4, "middle", [1, 5, 9, 9]),
+        (8, 4, "middle", [1.5, 5.5, 9.5, 9.5]),
+        (2, 2, "window", [{0: 1, 1: 1}, {2: 1, 3: 1}, {2: 1, 3: 1}]),
     ],
 )
 def test_horizon_counts_updates_from_dispatch_to_the_aimed_point(lag, updates, aim, horizons):

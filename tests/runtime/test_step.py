@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farl.core.types import PolicyStamp
 from farl.correct import CorrectorConfig, make_corrector
 from farl.engines.transformers_engine import CausalPolicy
 from farl.errors import FarlError
-from farl.forecast import Forecaster
+from farl.forecast import Forecaster, ForecastPlan
 from farl.runtime.config import LearnerConfig, LoopConfig, OptimizerConfig, RolloutConfig
 from farl.runtime.needs import Minibatch, evaluate_logp, gradient_norms, source_logps
 from farl.runtime.step import SkipCounter, make_optimizer, probe_groups, stale_probe, update
@@ -225,11 +224,11 @@ def test_a_sampler_that_loses_a_log_prob_does_not_end_an_update(odd):
     behaviour[1, 0] = odd
     batch = replace(batch, logp_behaviour_BT=behaviour)
     forecaster = Forecaster(policy.module.named_parameters(), optimizer, rule="stale")
-    stamp = PolicyStamp(base_version=0, target_version=0)
+    plan = ForecastPlan(base_version=0, horizon=0, rule="stale")
     probed = {}
 
     def probe(logp):
-        probed.update(stale_probe(policy, forecaster, mini(batch), logp, stamp, 0.0, config))
+        probed.update(stale_probe(policy, forecaster, mini(batch), logp, plan, config))
 
     made = update(
         policy, optimizer, make_corrector(config.corrector), mini(batch), config=config, lr=0.1, before_step=probe
@@ -260,7 +259,6 @@ def test_the_stale_probe_measures_the_weights_of_dispatch_time():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     forecaster = Forecaster(model.named_parameters(), optimizer, rule="copy")
     batch = sampled_batch(model)
-    stale = policy.logp(batch, temperature=1.0).detach()
 
     def step():
         optimizer.zero_grad()
@@ -270,25 +268,61 @@ def test_the_stale_probe_measures_the_weights_of_dispatch_time():
         forecaster.observe()
 
     step()
+    plan = forecaster.plan()
+    before = policy.logp(batch, temperature=1.0).detach()
+    step()
     learner = policy.logp(batch, temperature=1.0).detach()
     batch = replace(batch, logp_behaviour_BT=learner)  # as if a perfect forecast had drawn it
-    stamp = PolicyStamp(base_version=0, target_version=1, rule="copy", coefficients=(1.0,))
-    measured = stale_probe(policy, forecaster, mini(batch), learner, stamp, 1.0, config)
-    mask, ratio = batch.mask_BT, learner - stale
+    measured = stale_probe(policy, forecaster, mini(batch), learner, plan, config)
+    mask, ratio = batch.mask_BT, learner - before
     assert measured["policy/kl_probe_nats"] == 0.0
     expected = (torch.expm1(ratio) - ratio)[mask].mean()
     assert measured["policy/kl_stale_nats"] == pytest.approx(float(expected), rel=1e-3)
     assert measured["policy/ess_probe_fraction"] == pytest.approx(1.0)
     assert 0 < measured["policy/ess_stale_fraction"] < 1
-    assert forecaster.state.evidence.num_probes == 1
+    assert forecaster.state.evidence[1].num_probes == 1
     off = LoopConfig(learner=LearnerConfig(probe_fraction=0.0))
-    assert stale_probe(policy, forecaster, mini(batch), learner, stamp, 1.0, off) == {}
+    assert stale_probe(policy, forecaster, mini(batch), learner, plan, off) == {}
+
+
+def test_a_held_forecast_is_probed_by_the_one_kept_back():
+    model = tiny_model()
+    policy = CausalPolicy(model)
+    config = LoopConfig(learner=LearnerConfig(probe_fraction=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    forecaster = Forecaster(model.named_parameters(), optimizer, rule="copy", lags=2)
+    batch = sampled_batch(model)
+
+    def step():
+        optimizer.zero_grad()
+        (policy.logp(batch, temperature=1.0) * batch.mask_BT).sum().neg().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        forecaster.observe()
+
+    step()
+    moving = forecaster.plan()
+    with forecaster.presented(forecaster.weights(plan=moving)):
+        shadow = policy.logp(batch, temperature=1.0).detach()
+    stale = policy.logp(batch, temperature=1.0).detach()
+    held = replace(moving, terms={}, shadow=moving.terms, held="a test", damping=0.0)
+    step()
+    learner = policy.logp(batch, temperature=1.0).detach()
+    batch = replace(batch, logp_behaviour_BT=stale)
+    measured = stale_probe(policy, forecaster, mini(batch), learner, held, config)
+    assert measured["policy/kl_probe_nats"] == measured["policy/kl_stale_nats"] > 0
+    evidence = forecaster.state.evidence[1]
+    mask = batch.mask_BT
+    assert evidence.drift == pytest.approx(float((learner - stale)[mask].square().sum()), rel=1e-3)
+    assert evidence.move == pytest.approx(float((shadow - stale)[mask].square().sum()), rel=2e-2)
 
 
 def test_probes_visit_every_group_in_turn():
     seen = {g for version in range(8) for g in range(*probe_groups(8, 0.125, version))}
     assert seen == set(range(8))
-    assert probe_groups(4, 0.01, 0) == (0, 1), "at least one"
+    amortised = [probe_groups(4, 0.125, version) for version in range(8)]
+    assert amortised == [(0, 1), None, (1, 2), None, (2, 3), None, (3, 4), None], "half a group is one every other time"
+    assert probe_groups(4, 0.0, 0) is None
     assert probe_groups(4, 1.0, 3) == (0, 4)
 
 

@@ -132,8 +132,8 @@ class Forecaster:
 
     @property
     def streams_live_weights(self) -> bool:
-        """Whether an iterator of `weights` reads the learner's own tensors: finish it before the next optimizer
-        step.""" return not self._state.previous
+        """Whether `weights` reads the learner's own tensors: finish its iterator before the next optimizer step."""
+        return not self._state.previous
 
     def add(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Follows parameters that came later: of a new module, or unfrozen and given to the optimizer.
@@ -167,8 +167,8 @@ class Forecaster:
             made = " and ".join(str(count) for count in self._num_steps)
             raise StateError(
                 f"observe(): the optimizer made {made} steps since the last call, exactly 1 is needed; "
-                "call observe() after every step, with allow_skip=True where a step may be skipped; after replacing the
-                " "optimizer make a new Forecaster"
+                "call observe() after every step, with allow_skip=True where a step may be skipped; after "
+                "replacing the optimizer make a new Forecaster"
             )
         self._followed.require_complete()
         needs_gradients = self.config.metric != "euclidean" and not self._followed.keeps_curvature
@@ -237,8 +237,8 @@ class Forecaster:
         return reaches and plan.horizon > 0 and (plan.moves or any(plan.shadow.values()))
 
     def probe_weights(self, plan: ForecastPlan) -> Iterator[tuple[str, Tensor]]:
-        """What to compare a consumed batch with: stale weights if the plan moved, the kept-back forecast if it was
-        held.""" back = self.version - plan.base_version
+        """What to compare a batch with: stale weights if its plan moved, the kept-back forecast if it was held."""
+        back = self.version - plan.base_version
         leaves = rewind(
             self._state,
             back,

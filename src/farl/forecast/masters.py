@@ -56,8 +56,8 @@ def warn_of_half_precision(tracked: Mapping[str, Tensor]) -> None:
     low = [name for name, leaf in tracked.items() if leaf.dtype in _HALF]
     if low:
         warnings.warn(
-            f"{len(low)} trained parameters are half precision (first {low[0]!r}): at RL learning rates about 99 % of
-            an " "update is lost in rounding, for training as for the forecast; keep fp32 master weights and pass them
-            with " "masters=",
+            f"{len(low)} trained parameters are half precision (first {low[0]!r}): at RL learning rates about 99 % "
+            "of an update is lost in rounding, for training as for the forecast; keep fp32 master weights and pass "
+            "them with masters=",
             stacklevel=4,
         )

@@ -1,5 +1,4 @@
-"""From a state to a plan: unit-rate Gram bands, the rule's coefficients, the gate. No tensor of the model is
-touched."""
+"""From a state to a plan: unit-rate Gram bands, the rule's coefficients, the gate; no tensor is touched."""
 
 from __future__ import annotations
 

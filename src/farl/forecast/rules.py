@@ -162,8 +162,8 @@ FORECASTERS: Mapping[str, Rule] = {
         Rule(name="stale", summary="no forecast: the weights of dispatch time", coefficients=_stale),
         Rule(
             name="copy",
-            summary="the last displacement, h times: order 1 with one lag; strong where drift is, too long a step where
-            " "updates are noisy",
+            summary="the last displacement, h times: order 1 with one lag; strong where drift is, too long a step "
+            "where updates are noisy",
             coefficients=_copy,
         ),
         Rule(name="half", summary="half of copy, for noisy updates and large steps", coefficients=_half),

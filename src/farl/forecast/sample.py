@@ -56,8 +56,8 @@ class Sample:
         return 1 / self.replicas.get(name, 1)
 
     def gather(self, leaves: Mapping[str, Tensor]) -> Tensor:
-        """The sampled entries of flat leaves, float32 [S] on the sample's device; zero for leaves that are not
-        given.""" out_S = torch.zeros_like(self.density_S)
+        """The sampled entries of flat leaves, float32 [S] on the sample's device; zero where a leaf is not given."""
+        out_S = torch.zeros_like(self.density_S)
         for name, leaf_N in leaves.items():
             positions = self.positions[name]
             out_S[self.spans[name]] = (leaf_N if positions is None else leaf_N[positions]).to(out_S.device)

@@ -86,7 +86,7 @@ def from_dict(saved: Mapping[str, Any], fresh: ForecastState, *, leaves: Iterabl
             (int(base), h): tensors[f"{_PROMISED}/{i}"].to(device, copy=True)
             for i, (base, h) in enumerate(record["promised"])
         },
-        incumbents={h: name for h, name in record["incumbents"]},
+        incumbents=dict(record["incumbents"]),
         realised={h: (x[0], x[1]) for h, x in record["realised"]},
         would_be={h: (x[0], x[1]) for h, x in record["would_be"]},
         evidence={h: PolicyEvidence(**e) for h, e in record["evidence"]},
