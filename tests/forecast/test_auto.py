@@ -74,12 +74,12 @@ def test_the_incumbent_stays_unless_clearly_beaten():
 
 def test_the_factor_fitted_from_probes_by_hand():
     evidence = probe(PolicyEvidence(), [-1.0, -2.0], [-0.8, -1.8], [-1.6, -2.6])
-    # drift (.6, .6), move (.8, .8): drift .72, cross .96, move 1.28, and the prior counts as two probes at factor 1
-    assert evidence.factor == pytest.approx((2 * 0.72 + 0.96) / (2 * 0.72 + 1.28))
+    # drift (.6, .6), move (.8, .8): drift .72, cross .96, move 1.28, and the prior counts as one probe at factor 1
+    assert evidence.factor == pytest.approx((0.72 + 0.96) / (0.72 + 1.28))
     short = probe(PolicyEvidence(), [-1.0], [-1.3], [-1.6])
-    assert short.factor == pytest.approx((2 + 0.5) / (2 + 0.25)), "a rule that does not go far enough is lengthened"
+    assert short.factor == pytest.approx((1 + 0.5) / (1 + 0.25)), "a rule that does not go far enough is lengthened"
     half = probe(PolicyEvidence(), [-1.0], [-1.2], [-1.6], damping=0.5)
-    assert half.factor == pytest.approx((2 * 0.36 + 0.6 * 0.8) / (2 * 0.36 + 0.64)), "the undamped move is .8"
+    assert half.factor == pytest.approx((0.36 + 0.6 * 0.8) / (0.36 + 0.64)), "the undamped move is .8"
     s = half.factor
     assert half.predicted_kl_ratio == pytest.approx(1 - 2 * s * 0.48 / 0.36 + s * s * 0.64 / 0.36, rel=1e-4)
 

@@ -24,7 +24,7 @@ _SAFE_PROBES = 3
 """Probes before the KL comparison may hold or open; fewer are noise."""
 _SURE = 2.0
 """Standard deviations by which forecasts must have cost KL before the gate closes; opening takes one."""
-_PRIOR_PROBES = 2.0
+_PRIOR_PROBES = 1.0
 """Weight of the prior factor 1, in probes."""
 _MAX_FACTOR = 2.0
 _MAX_DOUBLINGS = 4
