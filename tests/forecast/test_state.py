@@ -1,5 +1,4 @@
 import math
-import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from farl.errors import ConfigError, ShapeError, StateError
-from farl.forecast import ForecastPlan, GramBand, init, observe, plan, record, rewind, stream
+from farl.forecast import ForecastPlan, GramBand, history, init, observe, plan, record, rewind, stream
 from farl.forecast.plan import ALL
 from farl.forecast.state import EUCLIDEAN, extend
 
@@ -85,8 +84,7 @@ def test_large_leaves_are_worked_on_in_chunks_with_the_same_result(monkeypatch):
     config = settings(rule="least_squares")
     results = []
     for chunk in (1 << 16, 128):
-        monkeypatch.setattr(sys.modules["farl.forecast.observe"], "CHUNK", chunk)
-        monkeypatch.setattr(sys.modules["farl.forecast.stream"], "CHUNK", chunk)
+        monkeypatch.setattr(history, "CHUNK", chunk)
         state, _ = follow(path, config)
         results.append((plan(state, 1).coefficients, dense(state, plan(state, 1))))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)

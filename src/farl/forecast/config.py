@@ -43,6 +43,8 @@ class ForecastConfig:
             optimizer), "optimizer" reads them off the state of Adam, AdamW or SGD and keeps no copy.
         history_dtype: how displacements are stored: "float32", "bfloat16" (0.2 % error) or "int8" (block-scaled, 1 %).
         offload: keep the displacements in host memory, pinned where the weights are on a GPU.
+        compile: fuse the passes over the weights with torch.compile, which needs a C++ compiler or Triton; pays from
+            some ten million parameters on.
         sample_entries: entries on which inner products are formed; models up to this size are taken whole.
         bank: rules that `auto` chooses among.
         hysteresis: relative advantage a challenger needs before `auto` changes its rule or opens again.
@@ -67,6 +69,7 @@ class ForecastConfig:
     source: Source = "weights"
     history_dtype: str = "bfloat16"
     offload: bool = False
+    compile: bool = False
     sample_entries: int = 1 << 20
     bank: tuple[str, ...] = ("least_squares_prior",)
     hysteresis: float = 0.05

@@ -23,6 +23,7 @@ from farl.forecast.aim import Horizon
 from farl.forecast.config import ForecastConfig
 from farl.forecast.follow import follow, settle_config
 from farl.forecast.gate import weigh_probe
+from farl.forecast.lora import find_adapters
 from farl.forecast.masters import Masters
 from farl.forecast.observe import Observation, observe
 from farl.forecast.plan import ForecastPlan
@@ -50,6 +51,8 @@ class Forecaster:
         version: learner version of the present weights.
         masters: `(name, parameter) -> fp32 master` or a mapping, where the parameters are half precision; masters that
             the optimizer keeps in its state under a known name are found without.
+        lora_products: the model that peft returned, to forecast what its adapters add to their weights instead of their
+            factors; `weights` then yields merged weights and no factors.
         lr_schedule: `version -> learning rate of the update that makes version + 1`, where it is known beforehand.
         **settings: fields of `ForecastConfig`, for example `rule="copy"`, `lags=2`.
 
@@ -67,15 +70,17 @@ class Forecaster:
         version: int = 0,
         masters: Masters | None = None,
         lr_schedule: Callable[[int], float] | None = None,
+        lora_products: nn.Module | None = None,
         **settings: Any,
     ) -> None:
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-        config = settle_config(config, settings, optimizers, horizon)
+        self._adapters = find_adapters(lora_products) if lora_products is not None else []
+        config = settle_config(config, settings, optimizers, horizon, has_products=bool(self._adapters))
         self.horizon = horizon
         self._lr_schedule = lr_schedule
         self._masters = masters
         self._parameters = dict(named_parameters)
-        self._followed = follow(self._parameters, optimizers, masters)
+        self._followed = follow(self._parameters, optimizers, masters, self._adapters)
         self._reduce = self._followed.reduce or unsharded
         self._state = init(
             self._followed.leaves(),
@@ -143,7 +148,7 @@ class Forecaster:
         """
         self._parameters |= {n: p for n, p in named_parameters if n not in self._parameters}
         before = set(self._followed.tracked)
-        self._followed = follow(self._parameters, self._followed.optimizers, self._masters)
+        self._followed = follow(self._parameters, self._followed.optimizers, self._masters, self._adapters)
         new = [(n, leaf) for n, leaf in self._followed.leaves() if n not in before]
         self._state = extend(self._state, new, order=list(self._followed.tracked), replicas=self._followed.replicas)
 
@@ -229,7 +234,7 @@ class Forecaster:
         leaves = rewind(
             self._state, num_updates, self._followed.leaves(), moments=self._followed.moments(), dtype=dtype
         )
-        return self._with_frozen(leaves, dtype, False)
+        return self._beside_adapters(self._with_frozen(leaves, dtype, False))
 
     def can_probe(self, plan: ForecastPlan) -> bool:
         """Whether `probe_weights` has something to tell about a plan: it moved or has a shadow, and history reaches."""
@@ -246,20 +251,45 @@ class Forecaster:
             moments=self._followed.moments(),
             then=plan if plan.held else None,
         )
-        return self._with_frozen(leaves, None, False)
+        return self._beside_adapters(self._with_frozen(leaves, None, False))
 
     def _with_frozen(
         self, leaves: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, gather: bool
     ) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter in its order: forecast, or as it is; merged weights in place of adapters."""
+        forecast = self._by_parameter(leaves)
+        factors = self._followed.factors
         for name, parameter in self._parameters.items():
+            if name in factors:
+                continue
             if name in self._followed.tracked:
-                key, flat_N = next(leaves)
+                key, weight = next(forecast)
                 assert key == name
-                weight = like(flat_N, parameter)
             else:
                 kept = parameter.dtype if not parameter.is_floating_point() else dtype or parameter.dtype
                 weight = parameter.detach().to(kept)
             yield name, full(weight) if gather else weight
+
+    def _by_parameter(self, leaves: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Flat leaves in the shape of their parameters; products added to the weights they belong to."""
+        if not self._adapters:
+            for name, flat_N in leaves:
+                yield name, like(flat_N, self._parameters[name])
+            return
+        held = dict(leaves)
+        products = {adapter.weight for adapter in self._adapters}
+        for name, parameter in self._parameters.items():
+            if name in products:
+                weight = parameter.detach().float() + held[name].view(parameter.shape)
+                yield name, weight.to(held[name].dtype)
+            elif name in held:
+                yield name, like(held[name], parameter)
+
+    def _beside_adapters(self, leaves: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Merged weights less what the adapters add by themselves: what to put beside active adapters."""
+        added = self._followed.products()
+        for name, weight in leaves:
+            yield name, weight - added[name] if name in added else weight
 
     @contextmanager
     def presented(self, leaves: Iterable[tuple[str, Tensor]], *, module: nn.Module | None = None) -> Iterator[None]:

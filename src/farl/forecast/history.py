@@ -6,7 +6,7 @@ held, N entries of a leaf, B blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,18 @@ from torch import Tensor
 
 from farl.core.types import DTYPES
 
-CHUNK = 1 << 16
-"""Entries worked on at once, so that scratch stays in cache; a multiple of `BLOCK`."""
+CHUNK = 1 << 17
+"""Entries a CPU works on at once: scratch stays in cache, and a call costs little beside it; a multiple of `BLOCK`."""
+_DEVICE_CHUNK = 1 << 24
+"""The same on other devices, where launches cost more and scratch of this size does not matter."""
 BLOCK = 128
 """Entries that share a float32 scale in int8 storage."""
+
+
+def pieces(tensor_N: Tensor) -> Iterator[slice]:
+    """The pieces of a leaf that are worked on at once."""
+    size = CHUNK if tensor_N.device.type == "cpu" else _DEVICE_CHUNK
+    return (slice(start, min(start + size, len(tensor_N))) for start in range(0, len(tensor_N), size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +60,10 @@ class Ring:
     def tensors(self) -> dict[str, Tensor]:
         """What a checkpoint keeps."""
         return {"values": self.values_CN} | ({} if self.scales_CB is None else {"scales": self.scales_CB})
+
+    def is_plain(self, device: torch.device) -> bool:
+        """Whether rows are ordinary float tensors beside the leaf, as the fused passes need them."""
+        return self.scales_CB is None and self.values_CN.device == device
 
     def zero(self) -> None:
         """Forgets everything."""

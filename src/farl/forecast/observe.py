@@ -15,8 +15,9 @@ from torch import Tensor
 from farl.errors import ShapeError, StateError
 from farl.forecast.auto import Memo
 from farl.forecast.config import ForecastConfig
+from farl.forecast.fused import absorb, compiled
 from farl.forecast.gram import GramBand
-from farl.forecast.history import CHUNK
+from farl.forecast.history import pieces
 from farl.forecast.moments import Moments, last_displacement
 from farl.forecast.plan import ALL, ForecastPlan, ScoredForecast, Terms
 from farl.forecast.sample import Reduce, metric_weight, products
@@ -152,23 +153,32 @@ def _absorb(state: ForecastState, named: Mapping[str, Tensor], moments: Mapping[
     if state.config.rule == "moments":
         return energy
     for name, leaf_N in named.items():
-        ring = state.rings[name]
         own = torch.zeros((), dtype=torch.float64, device=leaf_N.device)
-        for start in range(0, leaf_N.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
-            here = leaf_N[part].float()
-            if state.previous:
-                last = state.previous[name][part]
-                moved = here - last
-                last.copy_(here)
-            elif name in moments:
-                moved = last_displacement(moments[name], here, part)
-            else:
-                moved = torch.zeros_like(here)
-            ring.store(now % ring.capacity, start, moved)
-            own += torch.dot(moved, moved)
+        for part in pieces(leaf_N):
+            own += _absorb_piece(state, name, leaf_N[part], part, moments.get(name), now)
         energy += own.cpu() * state.sample.share(name)
     return energy
+
+
+def _absorb_piece(
+    state: ForecastState, name: str, leaf_n: Tensor, part: slice, moments: Moments | None, now: int
+) -> Tensor:
+    ring = state.rings[name]
+    slot = now % ring.capacity
+    last_n = state.previous[name][part] if state.previous else None
+    if last_n is not None and state.config.compile and ring.is_plain(leaf_n.device):
+        squared: Tensor = compiled(absorb)(leaf_n, last_n, ring.values_CN[slot, part])
+        return squared
+    here_n = leaf_n.float()
+    if last_n is not None:
+        moved_n = here_n - last_n
+        last_n.copy_(here_n)
+    elif moments is not None:
+        moved_n = last_displacement(moments, here_n, part)
+    else:
+        moved_n = torch.zeros_like(here_n)
+    ring.store(slot, part.start, moved_n)
+    return torch.dot(moved_n, moved_n)
 
 
 def _curvature(

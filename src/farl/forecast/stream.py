@@ -6,13 +6,14 @@ temporary is larger than a chunk. N entries of a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from farl.errors import StateError
-from farl.forecast.history import CHUNK
+from farl.forecast.fused import combine, compiled
+from farl.forecast.history import pieces
 from farl.forecast.moments import Moments, last_displacement, run_ahead
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.state import ForecastState
@@ -121,62 +122,76 @@ def _bases(state: ForecastState, leaves: Iterable[tuple[str, Tensor]]) -> Leaves
     return given
 
 
+Piece = Callable[[str, slice, Tensor, Tensor], None]
+"""`(name, part, base_n, out_n)`: writes the new weights of one piece."""
+
+
+def _leafwise(state: ForecastState, bases: Leaves, dtype: torch.dtype, write: Piece) -> Iterator[tuple[str, Tensor]]:
+    """Every leaf in turn, written piece by piece."""
+    for name in state.sizes:
+        base_N = bases[name]
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        for part in pieces(base_N):
+            write(name, part, base_N[part], out_N[part])
+        yield name, out_N
+
+
 def _combine(
     state: ForecastState, bases: Leaves, rows: Mapping[str, Sequence[tuple[int, float]]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """`base + sum_i factor_i D[version_i]` of each leaf, rows by group."""
-    for name, group in state.groups.items():
-        ring, base_N = state.rings[name], bases[name]
-        terms = [(version % ring.capacity, a) for version, a in rows.get(group, ()) if a != 0.0]
-        out_N = torch.empty_like(base_N, dtype=dtype)
-        for start in range(0, base_N.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
-            if not terms:
-                out_N[part] = base_N[part]
-            elif dtype == torch.float32:
-                total = out_N[part]
-                ring.sum_into(total, base_N[part], start, terms)
-            else:
-                total = torch.empty_like(base_N[part], dtype=torch.float32)
-                ring.sum_into(total, base_N[part], start, terms)
-                out_N[part] = total
-        yield name, out_N
+
+    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
+        ring = state.rings[name]
+        wanted = rows.get(state.groups[name], ())
+        terms = [(version % ring.capacity, a) for version, a in wanted if a != 0.0]
+        if not terms:
+            out_n.copy_(base_n)
+        elif state.config.compile and ring.is_plain(base_n.device):
+            slots, factors = zip(*terms, strict=True)
+            kept = [ring.values_CN[slot, part] for slot in slots]
+            compiled(combine)(out_n, base_n, kept, torch.tensor(factors, device=base_n.device))
+        elif dtype == torch.float32:
+            ring.sum_into(out_n, base_n, part.start, terms)
+        else:
+            total_n = torch.empty_like(base_n, dtype=torch.float32)
+            ring.sum_into(total_n, base_n, part.start, terms)
+            out_n.copy_(total_n)
+
+    yield from _leafwise(state, bases, dtype, write)
 
 
 def _undo(
     state: ForecastState, num_updates: int, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights before the last step, or as they are for 0 updates."""
-    for name in state.sizes:
-        base_N = bases[name]
-        out_N = torch.empty_like(base_N, dtype=dtype)
-        for start in range(0, base_N.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
-            here = base_N[part].float()
-            if num_updates and name in moments:
-                here = here - last_displacement(moments[name], here, part)
-            out_N[part] = here
-        yield name, out_N
+
+    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
+        here_n = base_n.float()
+        if num_updates and name in moments:
+            here_n = here_n - last_displacement(moments[name], here_n, part)
+        out_n.copy_(here_n)
+
+    yield from _leafwise(state, bases, dtype, write)
 
 
 def _run_ahead(
     state: ForecastState, forecast: ForecastPlan, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    for name in state.sizes:
-        base_N = bases[name]
-        out_N = torch.empty_like(base_N, dtype=dtype)
-        for start in range(0, base_N.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
-            here = base_N[part].float()
-            if name in moments:
-                ahead = run_ahead(
-                    moments[name],
-                    here,
-                    part,
-                    shares=forecast.shares,
-                    assumed=state.config.assumed_gradient,
-                    lrs=forecast.coming_lrs,
-                )
-                here = here.add(ahead, alpha=forecast.damping)
-            out_N[part] = here
-        yield name, out_N
+    """The weights after the coming updates by the optimizer's own recursion, damped."""
+
+    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
+        here_n = base_n.float()
+        if name in moments:
+            ahead_n = run_ahead(
+                moments[name],
+                here_n,
+                part,
+                shares=forecast.shares,
+                assumed=state.config.assumed_gradient,
+                lrs=forecast.coming_lrs,
+            )
+            here_n = here_n.add(ahead_n, alpha=forecast.damping)
+        out_n.copy_(here_n)
+
+    yield from _leafwise(state, bases, dtype, write)
