@@ -30,6 +30,10 @@ import torch.multiprocessing as mp
 from farl.forecast import ForecastConfig, Moments, init, observe, plan, stream
 from farl.forecast.config import STORAGE_BYTES
 
+QUIET = (
+    "--learner.num-batches", "8", "--pipeline.launch", "inline", "--task.num-eval", "2", "--record.no-save-model",
+    "--record.no-tensorboard", "--record.checkpoint-every-batches", "0",
+)  # fmt: skip
 LEAF = 4_000_000
 """Entries of a leaf: about those of one matrix of a model of a billion parameters."""
 
@@ -90,9 +94,8 @@ def moved_bytes(config: ForecastConfig) -> tuple[float, float]:
     stored = STORAGE_BYTES[config.history_dtype]
     if config.rule == "moments":
         return 0.0, 4 + 8 + 4
-    read = 8 if config.source == "weights" else 8  # two fp32 tensors either way
     written = 4 + stored if config.source == "weights" else stored
-    return read + written, 4 + config.lags * stored + 4
+    return 8 + written, 4 + config.lags * stored + 4
 
 
 def slope(points: list[tuple[float, float]]) -> float:
@@ -209,11 +212,7 @@ def step_table() -> None:
 
     Forecaster.observe = counted("observe", Forecaster.observe)
     Forecaster.plan = counted("plan", Forecaster.plan)
-    config = apply_overrides(
-        load_recipe("smollm2-arithmetic"),
-        ["--learner.num-batches", "8", "--pipeline.launch", "inline", "--task.num-eval", "2", "--record.no-save-model"]
-        + ["--record.no-tensorboard", "--record.checkpoint-every-batches", "0"],
-    )
+    config = apply_overrides(load_recipe("smollm2-arithmetic"), list(QUIET))
     with tempfile.TemporaryDirectory() as folder:
         start(config, run_dir=Path(folder) / "run", show=False)
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -221,8 +220,8 @@ def step_table() -> None:
     probe = sum(line.get("time/probe_s", 0.0) for line in lines)
     own = spent["observe"] + spent["plan"]
     print(
-        f"\nSmolLM2-135M, {len(lines)} updates of {train / len(lines):.1f} s (forward, backward, probe, step, observe):
-        " f"observe and plan {own / train:.2%}, probe {probe / train:.2%}, together {(own + probe) / train:.2%}"
+        f"\nSmolLM2-135M, {len(lines)} updates of {train / len(lines):.1f} s, from forward pass to observe: "
+        f"observe and plan {own / train:.2%}, probe {probe / train:.2%}, together {(own + probe) / train:.2%}"
     )
 
 

@@ -170,8 +170,8 @@ def settle_config(
         return config
     if has_products:
         raise ConfigError(
-            "lora_products: the optimizer knows factors, not their products; forecast from history (source='weights'),
-            or " "forecast the factors"
+            "lora_products: the optimizer knows factors, not their products; forecast from history "
+            "(source='weights'), or forecast the factors"
         )
     for optimizer in optimizers:
         refuse_amsgrad(optimizer)

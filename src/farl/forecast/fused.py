@@ -1,5 +1,4 @@
-"""The two passes over the weights as single loops, for torch.compile; eager torch does the same in a few passes in
-cache.
+"""The two passes over the weights as single loops, for torch.compile; eager torch takes a few passes in cache.
 
 Suffix n: entries of one piece of a leaf.
 """
@@ -33,7 +32,5 @@ def combine(out_n: Tensor, base_n: Tensor, rows: Sequence[Tensor], factors: Tens
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one fused loop for pieces of any size; compiled once in a process, and cached on disk by
-    torch.
-    """
+    """The function as one fused loop for pieces of any size; compiled once in a process, cached on disk by torch."""
     return torch.compile(function, dynamic=True, fullgraph=True)

@@ -84,8 +84,7 @@ def products(adapters: Iterable[Adapter], leaves: Mapping[str, Tensor]) -> dict[
 
 @torch.no_grad()
 def merge(adapters: Iterable[Adapter], leaves: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Full weights from a stream of factors and frozen weights: `W + sum scaling * B @ A`, adapters themselves left
-    out.
+    """Full weights from a stream of factors and frozen weights, `W + sum scaling * B @ A`; adapters are left out.
 
     Args:
         adapters: from `find_adapters`.

@@ -9,11 +9,11 @@ optimizer's own recursion ahead (`farl.forecast.moments`) and needs no history.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from farl.forecast.aim import Aim
+from farl.forecast.aim import Aim, aim_of
 from farl.forecast.config import Consistency, ForecastConfig
 from farl.forecast.gram import GramBand
 from farl.forecast.least_squares import consistency_system, minimum_norm, normal_equations, solve
@@ -133,16 +133,44 @@ def _least_squares(consistency: Consistency | None) -> RuleFunction:
 
 
 def _least_squares_prior(view: View) -> Coefficients | None:
+    """The fit pulled to what is assumed until it has seen enough: momentum, for longer horizons its own one-step fit.
+
+    One-step targets are known h - 1 updates earlier and do not overlap, so running the one-step fit ahead is the better
+    forecast while targets are few.
+    """
     config = view.config
     lags = view.num_known(config.lags)
-    pull = _momentum(view)
+    if view.aim.shares == (1.0,):
+        pull = _momentum(view)
+    else:
+        one_step = _least_squares_prior(replace(view, aim=aim_of(1)))
+        pull = None if one_step is None else iterate(one_step, view.aim.shares)
     if pull is None:
         return None
     normal_KK, cross_K, count = _normal(view, lags)
     pull_K = torch.zeros(lags, dtype=torch.float64)
-    pull_K[0] = pull[0]
-    ridge = config.ridge + config.cold_updates / max(count, 1e-9) ** 2
+    pull_K[: len(pull)] = torch.tensor(pull, dtype=torch.float64)
+    ridge = config.ridge + config.cold_updates * view.aim.reach / max(count, 1e-9) ** 2
     return tuple(solve(normal_KK, cross_K, pull_K=pull_K, ridge=ridge).tolist())
+
+
+def iterate(one_step: Coefficients, shares: tuple[float, ...]) -> Coefficients:
+    """Coefficients of the coming updates' sum, each forecast in turn by a one-step rule from those before it.
+
+        D^[t+i] = sum_k a_k D^[t+i-k],   D^[j] = D[j] for j <= t;   returns those of sum_i w_i D^[t+i]
+
+    Args:
+        one_step: a, newest displacement first.
+        shares: w of the aim.
+    """
+    lags = len(one_step)
+    recent = [[float(i == k) for i in range(lags)] for k in range(lags)]
+    total = [0.0] * lags
+    for share in shares:
+        ahead = [sum(a * row[i] for a, row in zip(one_step, recent, strict=True)) for i in range(lags)]
+        total = [x + share * y for x, y in zip(total, ahead, strict=True)]
+        recent = [ahead, *recent[:-1]]
+    return tuple(total)
 
 
 def _normal(view: View, lags: int) -> tuple[torch.Tensor, torch.Tensor, float]:
