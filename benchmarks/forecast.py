@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from farl.forecast import ForecastConfig, Moments, init, observe, plan, stream
-from farl.forecast.config import STORAGE_BYTES
+from farl.forecast.history import STORAGE_BYTES
 
 QUIET = (
     "--learner.num-batches", "8", "--pipeline.launch", "inline", "--task.num-eval", "2", "--record.no-save-model",

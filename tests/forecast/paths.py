@@ -2,8 +2,9 @@
 
 import numpy as np
 import torch
+from torch import nn
 
-from farl.forecast import ForecastConfig, aim_of, init, observe, plan, record, stream
+from farl.forecast import ForecastConfig, Forecaster, aim_of, init, observe, plan, record, stream
 from farl.forecast.plan import ALL
 from farl.forecast.rules import View
 
@@ -89,3 +90,26 @@ def slow_least_squares(path, *, horizon, lags, order, forgetting, window, ridge,
     if free.shape[1] == 0:
         return particular
     return particular + free @ np.linalg.lstsq(design @ free, target - design @ particular, rcond=None)[0]
+
+
+def make_learner(optimizer_of, *, seed=0, **changes):
+    """A small regression network, its optimizer and a forecaster."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+    optimizer = optimizer_of(model.parameters())
+    return model, optimizer, Forecaster(model.named_parameters(), optimizer, **changes)
+
+
+def train(model, optimizer, forecaster, steps, *, first=0, horizon=1, ship=True):
+    """Trains on a stream of batches that depends on the step alone; returns the error ratios."""
+    ratios = []
+    for step in range(first, first + steps):
+        if ship:
+            list(forecaster.weights(horizon=horizon))
+        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x[:, :3].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ratios += [s.error_ratio for s in forecaster.observe().scored]
+    return ratios

@@ -8,28 +8,11 @@ from torch import nn
 import farl
 from farl.errors import ConfigError, StateError
 
+from .paths import make_learner, train
+
 
 def make(seed=0, lr=1e-3, **settings):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    return model, optimizer, farl.Forecaster(model.named_parameters(), optimizer, **settings)
-
-
-def train(model, optimizer, forecaster, steps, *, first=0, horizon=1, ship=True):
-    """Trains on a stream of batches that depends on the step alone; returns the error ratios."""
-    ratios = []
-    for step in range(first, first + steps):
-        if ship:
-            list(forecaster.weights(horizon=horizon))
-        generator = torch.Generator().manual_seed(step)
-        x = torch.randn(32, 6, generator=generator)
-        loss = (model(x) - x[:, :3].sin()).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ratios += [s.error_ratio for s in forecaster.observe().scored]
-    return ratios
+    return make_learner(lambda p: torch.optim.AdamW(p, lr=lr), seed=seed, **settings)
 
 
 def test_three_lines_in_a_training_loop_forecast_better_than_stale():

@@ -7,8 +7,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from farl.forecast import plan
-from farl.forecast.config import STORAGE_BYTES
-from farl.forecast.history import BLOCK, Ring
+from farl.forecast.history import BLOCK, STORAGE_BYTES, Ring
 
 from .paths import dense, follow, momentum_path, settings
 

@@ -9,6 +9,8 @@ import farl
 from farl.errors import ConfigError
 from farl.forecast.lora import find_adapters, merge, plain_name
 
+from .paths import train
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -26,25 +28,13 @@ def adapted(**changes):
     return get_peft_model(Net(), config)
 
 
-def train(model, forecaster, optimizer, steps, first=0):
-    ratios = []
-    for step in range(first, first + steps):
-        list(forecaster.weights())
-        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (model(x) - x[:, :3].sin()).square().mean().backward()
-        optimizer.step()
-        ratios += [s.error_ratio for s in forecaster.observe().scored]
-    return ratios
-
-
 def test_factors_are_forecast_and_frozen_weights_cost_nothing():
     model = adapted()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     forecaster = farl.Forecaster(model.named_parameters(), optimizer)
     assert all("lora_" in name for name in forecaster.state.rings)
     assert len(forecaster.state.rings) == 4
-    ratios = train(model, forecaster, optimizer, 40)
+    ratios = train(model, optimizer, forecaster, 40)
     assert sum(ratios[10:]) / 30 < 0.7
 
 
@@ -52,7 +42,7 @@ def test_a_merged_forecast_acts_as_the_adapted_model_with_forecast_factors():
     model = adapted()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     forecaster = farl.Forecaster(model.named_parameters(), optimizer)
-    train(model, forecaster, optimizer, 10)
+    train(model, optimizer, forecaster, 10)
     plan = forecaster.plan()
     plain = Net()
     merged = dict(merge(find_adapters(model), forecaster.weights(plan=plan)))
@@ -88,7 +78,7 @@ def test_forecast_products_yield_merged_weights_and_the_probe_sees_them():
     forecaster = farl.Forecaster(
         model.named_parameters(), optimizer, lora_products=model, rule="copy", lags=2, history_dtype="float32"
     )
-    train(model, forecaster, optimizer, 6)
+    train(model, optimizer, forecaster, 6)
     adapters = find_adapters(model)
     names = dict(model.named_parameters())
     now = dict(merge(adapters, ((n, p.detach()) for n, p in names.items())))
@@ -96,7 +86,7 @@ def test_forecast_products_yield_merged_weights_and_the_probe_sees_them():
     sent = {plain_name(n): w.clone() for n, w in forecaster.weights(plan=plan)}
     assert set(sent) == set(now)
     before = {n: w.clone() for n, w in now.items()}
-    train(model, forecaster, optimizer, 1, first=6)
+    train(model, optimizer, forecaster, 1, first=6)
     after = dict(merge(adapters, ((n, p.detach()) for n, p in names.items())))
     stale = Net()
     stale.load_state_dict(before)

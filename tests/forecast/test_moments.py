@@ -14,6 +14,8 @@ import farl
 from farl.errors import ConfigError
 from farl.forecast.moments import last_displacement, read_moments, run_ahead
 
+from .paths import make_learner, train
+
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.95)),
     "adam_l2": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1),
@@ -89,28 +91,9 @@ def test_a_fractional_horizon_goes_part_of_the_last_step():
     assert torch.allclose(ahead(1.0, 0.25), 0.75 * ahead(1.0) + 0.25 * ahead(1.0, 1.0), atol=1e-7)
 
 
-def model_and(optimizer_of, **settings):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-    optimizer = optimizer_of(model.parameters())
-    return model, optimizer, farl.Forecaster(model.named_parameters(), optimizer, **settings)
-
-
-def train(model, optimizer, forecaster, steps, *, horizon=1):
-    ratios = []
-    for step in range(steps):
-        list(forecaster.weights(horizon=horizon))
-        x = torch.randn(32, 6, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        (model(x) - x[:, :3].sin()).square().mean().backward()
-        optimizer.step()
-        ratios += [s.error_ratio for s in forecaster.observe().scored]
-    return ratios
-
-
 @pytest.mark.parametrize("horizon", [1, 3])
 def test_the_rule_moments_keeps_no_history_and_forecasts(horizon):
-    model, optimizer, forecaster = model_and(OPTIMIZERS["adamw_foreach"], rule="moments", max_horizon=3)
+    model, optimizer, forecaster = make_learner(OPTIMIZERS["adamw_foreach"], rule="moments", max_horizon=3)
     ratios = train(model, optimizer, forecaster, 40, horizon=horizon)
     assert sum(ratios[10:]) / len(ratios[10:]) < 0.7
     assert forecaster.config.history_bytes_per_parameter == 0
@@ -120,7 +103,7 @@ def test_the_rule_moments_keeps_no_history_and_forecasts(horizon):
 
 
 def test_the_rule_moments_sends_what_the_optimizer_would_reach_with_zero_gradients():
-    model, optimizer, forecaster = model_and(OPTIMIZERS["adam"], rule="moments")
+    model, optimizer, forecaster = make_learner(OPTIMIZERS["adam"], rule="moments")
     train(model, optimizer, forecaster, 5)
     sent = {name: w.clone() for name, w in forecaster.weights()}
     twin, twin_optimizer = copy.deepcopy(model), None
@@ -134,7 +117,7 @@ def test_the_rule_moments_sends_what_the_optimizer_would_reach_with_zero_gradien
 
 
 def test_the_rule_moments_can_go_back_one_update_and_no_more():
-    model, optimizer, forecaster = model_and(OPTIMIZERS["adamw"], rule="moments")
+    model, optimizer, forecaster = make_learner(OPTIMIZERS["adamw"], rule="moments")
     train(model, optimizer, forecaster, 4)
     plan = forecaster.plan()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -164,12 +147,12 @@ def test_the_rule_moments_holds_where_running_ahead_does_not_pay_and_opens_again
 
 @pytest.mark.parametrize("source", ["weights", "optimizer"])
 def test_displacements_from_the_optimizer_forecast_as_those_from_the_weights(source):
-    model, optimizer, forecaster = model_and(OPTIMIZERS["adamw"], rule="least_squares", source=source)
+    model, optimizer, forecaster = make_learner(OPTIMIZERS["adamw"], rule="least_squares", source=source)
     ratios = train(model, optimizer, forecaster, 20)
     assert bool(forecaster.state.previous) == (source == "weights")
-    reference = train(*model_and(OPTIMIZERS["adamw"], rule="least_squares", source="weights"), 20)
+    reference = train(*make_learner(OPTIMIZERS["adamw"], rule="least_squares", source="weights"), 20)
     assert ratios == pytest.approx(reference, rel=1e-4)
-    twin = model_and(OPTIMIZERS["adamw"], rule="least_squares", source="weights")
+    twin = make_learner(OPTIMIZERS["adamw"], rule="least_squares", source="weights")
     train(*twin, 20)
     for (name, mine), (_, its) in zip(forecaster.weights(), twin[2].weights(), strict=True):
         assert torch.allclose(mine, its, atol=1e-6), name
@@ -179,7 +162,7 @@ def test_displacements_from_the_optimizer_forecast_as_those_from_the_weights(sou
 @pytest.mark.parametrize("settings", [{"rule": "moments"}, {"source": "optimizer"}])
 def test_an_optimizer_without_closed_form_falls_back_to_history_and_says_so(settings, caplog):
     with caplog.at_level(logging.WARNING):
-        model, optimizer, forecaster = model_and(lambda p: torch.optim.Adagrad(p, lr=1e-2), **settings)
+        model, optimizer, forecaster = make_learner(lambda p: torch.optim.Adagrad(p, lr=1e-2), **settings)
     assert "Adagrad has no closed form here" in caplog.text
     assert (forecaster.config.rule, forecaster.config.source) == ("auto", "weights")
     assert len(train(model, optimizer, forecaster, 5)) == 5
@@ -215,8 +198,8 @@ def test_amsgrad_is_refused_where_the_closed_form_is_asked_for(settings):
         return torch.optim.AdamW(parameters, amsgrad=True)
 
     with pytest.raises(ConfigError, match="amsgrad=True divides by a running maximum"):
-        model_and(amsgrad, **settings)
-    train(*model_and(amsgrad), 3)
+        make_learner(amsgrad, **settings)
+    train(*make_learner(amsgrad), 3)
 
 
 @examples(max_examples=30, deadline=None)

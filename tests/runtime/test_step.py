@@ -251,14 +251,12 @@ def test_an_empty_completion_takes_part_without_effect():
     assert all(math.isfinite(v) for v in made.metrics.values())
 
 
-def test_the_stale_probe_measures_the_weights_of_dispatch_time():
-    """Method 3b: KL and ESS as they would have been without the forecast."""
+def followed_learner(**settings):
+    """A policy followed by the rule `copy`, a batch it sampled, and a function that makes an update on it."""
     model = tiny_model()
-    policy = CausalPolicy(model)
-    config = LoopConfig(learner=LearnerConfig(probe_fraction=1.0))
+    policy, batch = CausalPolicy(model), sampled_batch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    forecaster = Forecaster(model.named_parameters(), optimizer, rule="copy")
-    batch = sampled_batch(model)
+    forecaster = Forecaster(model.named_parameters(), optimizer, rule="copy", **settings)
 
     def step():
         optimizer.zero_grad()
@@ -267,6 +265,13 @@ def test_the_stale_probe_measures_the_weights_of_dispatch_time():
         optimizer.step()
         forecaster.observe()
 
+    return policy, forecaster, batch, step
+
+
+def test_the_stale_probe_measures_the_weights_of_dispatch_time():
+    """Method 3b: KL and ESS as they would have been without the forecast."""
+    policy, forecaster, batch, step = followed_learner()
+    config = LoopConfig(learner=LearnerConfig(probe_fraction=1.0))
     step()
     plan = forecaster.plan()
     before = policy.logp(batch, temperature=1.0).detach()
@@ -286,20 +291,8 @@ def test_the_stale_probe_measures_the_weights_of_dispatch_time():
 
 
 def test_a_held_forecast_is_probed_by_the_one_kept_back():
-    model = tiny_model()
-    policy = CausalPolicy(model)
+    policy, forecaster, batch, step = followed_learner(lags=2)
     config = LoopConfig(learner=LearnerConfig(probe_fraction=1.0))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    forecaster = Forecaster(model.named_parameters(), optimizer, rule="copy", lags=2)
-    batch = sampled_batch(model)
-
-    def step():
-        optimizer.zero_grad()
-        (policy.logp(batch, temperature=1.0) * batch.mask_BT).sum().neg().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        forecaster.observe()
-
     step()
     moving = forecaster.plan()
     with forecaster.presented(forecaster.weights(plan=moving)):

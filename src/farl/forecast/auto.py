@@ -20,11 +20,17 @@ Key = tuple[str, str, int, Aim]
 
 @dataclass(frozen=True)
 class Memo:
-    """Results already worked out, by (group, rule, base version, aim). A cache: dropping it changes nothing."""
+    """Results already worked out. A cache: dropping it changes nothing.
+
+    Attributes:
+        coefficients: by (group, rule, base version, aim).
+        squared_errors: by the same.
+        unit_grams: the newest band of each group at unit learning rate.
+    """
 
     coefficients: dict[Key, Coefficients | None] = field(default_factory=dict)
     squared_errors: dict[Key, tuple[float, float]] = field(default_factory=dict)
-    unit_grams: dict[tuple[str, int], GramBand] = field(default_factory=dict)
+    unit_grams: dict[str, GramBand] = field(default_factory=dict)
 
     def drop_before(self, version: int) -> None:
         """Forgets results of base versions before `version`."""
@@ -40,12 +46,10 @@ class RuleScore:
     Attributes:
         squared: `sum lambda^age r^2`.
         stale: `sum lambda^age ||T||^2`.
-        num_targets: targets it is over.
     """
 
     squared: float
     stale: float
-    num_targets: int
 
     @property
     def squared_ratio(self) -> float:
@@ -77,7 +81,6 @@ def score_rule(name: str, view: View, group: str, memo: Memo) -> RuleScore:
     """
     gram, config, reach = view.gram, view.config, view.aim.reach
     total = total_stale = 0.0
-    count = 0
     for target in range(view.version, max(view.version - config.window, 0), -1):
         base = target - reach
         if not gram.covers(max(base + 1 - config.lags, gram.oldest), target) or base < gram.oldest:
@@ -91,8 +94,7 @@ def score_rule(name: str, view: View, group: str, memo: Memo) -> RuleScore:
         weight = config.forgetting ** (view.version - target)
         total += weight * squared
         total_stale += weight * stale
-        count += 1
-    return RuleScore(squared=total, stale=total_stale, num_targets=count)
+    return RuleScore(squared=total, stale=total_stale)
 
 
 def choose(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from farl.errors import ConfigError
+from farl.forecast.history import STORAGE_BYTES
 
 Consistency = Literal["hard", "soft", "off"]
 Metric = Literal["euclidean", "adam", "sharp"]
@@ -136,7 +137,3 @@ def _require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     if value not in allowed:
         known = ", ".join(repr(x) for x in allowed[:-1])
         raise ConfigError(f"{name}={value!r}: must be {known} or {allowed[-1]!r}")
-
-
-STORAGE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4.0 / 128}
-"""Bytes of one stored displacement for each parameter, by `history_dtype`."""

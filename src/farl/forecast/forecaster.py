@@ -25,6 +25,7 @@ from farl.forecast.follow import follow, settle_config
 from farl.forecast.gate import weigh_probe
 from farl.forecast.lora import find_adapters
 from farl.forecast.masters import Masters
+from farl.forecast.moments import Moments
 from farl.forecast.observe import Observation, observe
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.planning import evidence_of, plan
@@ -82,13 +83,7 @@ class Forecaster:
         self._parameters = dict(named_parameters)
         self._followed = follow(self._parameters, optimizers, masters, self._adapters)
         self._reduce = self._followed.reduce or unsharded
-        self._state = init(
-            self._followed.leaves(),
-            config,
-            version=version,
-            replicas=self._followed.replicas,
-            reduce=self._reduce,
-        )
+        self._state = self._start(config, version)
         self._num_steps = [0] * len(optimizers)
         self._lr = 1.0
         for i, one in enumerate(optimizers):
@@ -96,6 +91,14 @@ class Forecaster:
         self._last: Observation | None = None
         self._last_plan: ForecastPlan | None = None
         self._num_holds: Counter[str] = Counter()
+
+    def _start(self, config: ForecastConfig, version: int) -> ForecastState:
+        followed = self._followed
+        return init(followed.leaves(), config, version=version, replicas=followed.replicas, reduce=self._reduce)
+
+    def _streamed_moments(self) -> dict[str, Moments]:
+        """Optimizer state for the rule that streams from it; others have read what they need when they observed."""
+        return self._followed.moments() if self.config.rule == "moments" else {}
 
     def _count_step(self, i: int) -> Callable[..., None]:
         def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -199,7 +202,7 @@ class Forecaster:
 
     def ship(self, plan: ForecastPlan) -> None:
         """Records that a plan is really sent, so that it is scored when its target version comes."""
-        self._state = record(self._state, plan, self._followed.leaves(), moments=self._followed.moments())
+        self._state = record(self._state, plan, self._followed.leaves(), moments=self._streamed_moments())
         self._last_plan = plan
         if plan.held:
             self._num_holds[plan.held.split(",")[0]] += 1
@@ -226,13 +229,13 @@ class Forecaster:
         """
         shipped = plan if plan is not None else self.plan(horizon)
         self.ship(shipped)
-        leaves = stream(self._state, shipped, self._followed.leaves(), moments=self._followed.moments(), dtype=dtype)
+        leaves = stream(self._state, shipped, self._followed.leaves(), moments=self._streamed_moments(), dtype=dtype)
         return self._with_frozen(leaves, dtype, gather)
 
     def past_weights(self, num_updates: int, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Streams the weights of `num_updates` updates ago, rebuilt from history (for the stale probe)."""
         leaves = rewind(
-            self._state, num_updates, self._followed.leaves(), moments=self._followed.moments(), dtype=dtype
+            self._state, num_updates, self._followed.leaves(), moments=self._streamed_moments(), dtype=dtype
         )
         return self._beside_adapters(self._with_frozen(leaves, dtype, False))
 
@@ -248,7 +251,7 @@ class Forecaster:
             self._state,
             back,
             self._followed.leaves(),
-            moments=self._followed.moments(),
+            moments=self._streamed_moments(),
             then=plan if plan.held else None,
         )
         return self._beside_adapters(self._with_frozen(leaves, None, False))
@@ -361,13 +364,7 @@ class Forecaster:
             StateError: if leaves, shapes or the weights do not fit the saved state.
         """
         version = int(saved["record"]["version"])
-        fresh = init(
-            self._followed.leaves(),
-            self.config,
-            version=version,
-            replicas=self._followed.replicas,
-            reduce=self._reduce,
-        )
+        fresh = self._start(self.config, version)
         self._state = saving.from_dict(saved, fresh, leaves=self._followed.leaves())
         self._num_holds = Counter(saved["record"]["num_holds"])
         self._num_steps = [0] * len(self._num_steps)

@@ -67,7 +67,7 @@ class PolicyEvidence:
 
     @property
     def factor(self) -> float:
-        """Damping factor in [0, 1] that the evidence supports; 1 before any."""
+        """Factor on the forecast, from 0 to `_MAX_FACTOR`, that the evidence supports; 1 before any."""
         if not self.drift + self.move > 0:
             return 1.0
         prior = _PRIOR_PROBES * self.drift / self.weight

@@ -20,6 +20,8 @@ _DEVICE_CHUNK = 1 << 24
 """The same on other devices, where launches cost more and scratch of this size does not matter."""
 BLOCK = 128
 """Entries that share a float32 scale in int8 storage."""
+STORAGE_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 4.0 / BLOCK}
+"""Bytes of one stored displacement for each parameter, by `history_dtype`."""
 
 
 def pieces(tensor_N: Tensor) -> Iterator[slice]:

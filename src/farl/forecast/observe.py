@@ -109,7 +109,6 @@ def observe(
         version=now,
         grams=grams,
         lrs={v: x for v, x in state.lrs.items() if v > now - max_rows} | {now: lr},
-        memo=state.memo,
     )
     after.memo.drop_before(now - 2 * state.config.window)
     scored, after = _score_due(after, reduce)

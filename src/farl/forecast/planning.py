@@ -44,7 +44,7 @@ def plan(state: ForecastState, horizon: Horizon, *, coming_lrs: Sequence[float] 
         horizon=aim.horizon,
         shares=aim.shares,
         rule=config.rule,
-        realised_error=_realised(state, aim),
+        realised_error=_error_ratio(state.realised, aim.horizon),
     )
     lrs = _coming(state, aim, coming_lrs)
     if config.rule == "moments":
@@ -106,12 +106,11 @@ def _reason_to_hold(state: ForecastState, horizon: float, evidence: PolicyEviden
 def _plan_moments(state: ForecastState, blank: ForecastPlan, lrs: Sequence[float]) -> ForecastPlan:
     if state.version == state.first:
         return _hold(blank, "no displacement observed yet")
-    squared, stale = state.would_be.get(blank.horizon, (0.0, 0.0))
     evidence = evidence_of(state, blank.horizon)
     blank = replace(
         blank,
         coming_lrs=tuple(lrs),
-        predicted_error=math.sqrt(squared / stale) if stale > 0 else None,
+        predicted_error=_error_ratio(state.would_be, blank.horizon),
         predicted_kl_ratio=evidence.predicted_kl_ratio,
     )
     reason = _reason_to_hold(state, blank.horizon, evidence)
@@ -160,8 +159,9 @@ def _terms(state: ForecastState, name: str, views: Mapping[str, View], lrs: Sequ
     return terms
 
 
-def _realised(state: ForecastState, aim: Aim) -> float | None:
-    squared, stale = state.realised.get(aim.horizon, (0.0, 0.0))
+def _error_ratio(discounted: Mapping[float, tuple[float, float]], horizon: float) -> float | None:
+    """Error over that of stale weights, from discounted squares; None where nothing was scored."""
+    squared, stale = discounted.get(horizon, (0.0, 0.0))
     return math.sqrt(squared / stale) if stale > 0 else None
 
 

@@ -46,6 +46,7 @@ class ForecastState:
         first: version the history begins at: displacement `first + 1` is the oldest that was ever held.
         previous: fp32 `theta[t]` of each tracked leaf, flat [N]; empty where displacements come from the optimizer.
         rings: displacements of each tracked leaf; `D[j]` is in row `j % C`.
+        sizes: entries of each tracked leaf, in the order in which leaves are streamed.
         groups: group of leaves that each leaf shares its coefficients with.
         sample: entries on which inner products are formed.
         sample_previous_S: their `theta[t]`.
@@ -98,13 +99,11 @@ class ForecastState:
 
     def unit_gram(self, group: str) -> GramBand:
         """Inner products of a group's displacements, each divided by its learning rate."""
-        key = (group, self.version)
-        if key not in self.memo.unit_grams:
-            self.memo.unit_grams.clear()
-            for name, band in self.grams.items():
-                scaled = band.scaled(lambda v: 1 / self.lrs[v] if self.lrs.get(v, 0.0) > 0 else 0.0)
-                self.memo.unit_grams[name, self.version] = scaled
-        return self.memo.unit_grams[key]
+        scaled = self.memo.unit_grams.get(group)
+        if scaled is None or scaled.newest != self.version:
+            scaled = self.grams[group].scaled(lambda v: 1 / self.lrs[v] if self.lrs.get(v, 0.0) > 0 else 0.0)
+            self.memo.unit_grams[group] = scaled
+        return scaled
 
     @property
     def num_held(self) -> int:
@@ -224,7 +223,6 @@ def extend(
     if not new:
         return state
     fresh = init(new.items(), state.config, version=state.version, replicas=replicas)
-    fresh_R = len(fresh.sample_rows_RS)
 
     def ordered(old: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
         both = {**old, **added}
@@ -251,7 +249,7 @@ def extend(
         groups=ordered(state.groups, fresh.groups),
         sample=sample,
         sample_previous_S=torch.cat([state.sample_previous_S, fresh.sample_previous_S.to(device)]),
-        sample_rows_RS=torch.cat([state.sample_rows_RS, torch.zeros(fresh_R, fresh.sample.num_entries).to(device)], 1),
+        sample_rows_RS=torch.cat([state.sample_rows_RS, fresh.sample_rows_RS.to(device)], dim=1),
         curvature_S=curvature,
         grams={**bands, **state.grams},
         promised={},

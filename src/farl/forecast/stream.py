@@ -6,7 +6,7 @@ temporary is larger than a chunk. N entries of a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -161,18 +161,31 @@ def _combine(
     yield from _leafwise(state, bases, dtype, write)
 
 
+Added = Callable[[str, slice, Tensor], Tensor]
+"""`(name, part, here_n)`: what is added to the fp32 weights of one piece."""
+
+
+def _add(
+    state: ForecastState, bases: Leaves, dtype: torch.dtype, names: Container[str], factor: float, added: Added
+) -> Iterator[tuple[str, Tensor]]:
+    """`base + factor * added` of each leaf among `names`; the others as they are."""
+
+    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
+        here_n = base_n.float()
+        out_n.copy_(here_n.add(added(name, part, here_n), alpha=factor) if name in names else here_n)
+
+    yield from _leafwise(state, bases, dtype, write)
+
+
 def _undo(
     state: ForecastState, num_updates: int, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights before the last step, or as they are for 0 updates."""
 
-    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
-        here_n = base_n.float()
-        if num_updates and name in moments:
-            here_n = here_n - last_displacement(moments[name], here_n, part)
-        out_n.copy_(here_n)
+    def last(name: str, part: slice, here_n: Tensor) -> Tensor:
+        return last_displacement(moments[name], here_n, part)
 
-    yield from _leafwise(state, bases, dtype, write)
+    yield from _add(state, bases, dtype, moments if num_updates else (), -1.0, last)
 
 
 def _run_ahead(
@@ -180,18 +193,14 @@ def _run_ahead(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights after the coming updates by the optimizer's own recursion, damped."""
 
-    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
-        here_n = base_n.float()
-        if name in moments:
-            ahead_n = run_ahead(
-                moments[name],
-                here_n,
-                part,
-                shares=forecast.shares,
-                assumed=state.config.assumed_gradient,
-                lrs=forecast.coming_lrs,
-            )
-            here_n = here_n.add(ahead_n, alpha=forecast.damping)
-        out_n.copy_(here_n)
+    def ahead(name: str, part: slice, here_n: Tensor) -> Tensor:
+        return run_ahead(
+            moments[name],
+            here_n,
+            part,
+            shares=forecast.shares,
+            assumed=state.config.assumed_gradient,
+            lrs=forecast.coming_lrs,
+        )
 
-    yield from _leafwise(state, bases, dtype, write)
+    yield from _add(state, bases, dtype, moments, forecast.damping, ahead)

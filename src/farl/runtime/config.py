@@ -115,7 +115,7 @@ class AsyncConfig:
         last = self.updates_per_batch - 1
         if self.aim == "window":
             return tuple(range(self.updates_per_batch))
-        return ({"first": 0, "middle": last // 2 if last % 2 == 0 else last / 2, "last": last}[self.aim],)
+        return ({"first": 0, "middle": last / 2, "last": last}[self.aim],)
 
     @property
     def max_horizon(self) -> int:
