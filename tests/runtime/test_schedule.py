@@ -64,6 +64,8 @@ def test_dispatch_survives_json():
         (lambda: RolloutConfig(members=1), "rollout.members=1: must be 2 or more"),
         (lambda: RolloutConfig(temperature=0.0), "rollout.temperature=0.0: must be above 0"),
         (lambda: OptimizerConfig(lr=0.0), "optimizer.lr=0.0: must be above 0"),
+        (lambda: OptimizerConfig(decay="step"), "optimizer.decay='step': must be 'none', 'linear' or 'cosine'"),
+        (lambda: OptimizerConfig(decay="linear"), "optimizer.decay_updates=0: must be 1 or more; the linear decay"),
     ],
 )
 def test_settings_that_cannot_work_name_field_value_and_remedy(make, words):
@@ -74,3 +76,11 @@ def test_settings_that_cannot_work_name_field_value_and_remedy(make, words):
 def test_warm_up_is_linear_and_ends():
     config = OptimizerConfig(lr=1.0, warmup_updates=4)
     assert [config.lr_at(v) for v in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_decay_follows_the_warm_up_and_stays_at_its_floor():
+    linear = OptimizerConfig(lr=1.0, warmup_updates=2, decay="linear", decay_updates=4, min_lr_fraction=0.2)
+    assert [linear.lr_at(v) for v in range(8)] == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    cosine = OptimizerConfig(lr=2.0, decay="cosine", decay_updates=4, min_lr_fraction=0.0)
+    half = 0.5**0.5
+    assert [cosine.lr_at(v) for v in range(6)] == pytest.approx([1 + half, 1.0, 1 - half, 0.0, 0.0, 0.0])

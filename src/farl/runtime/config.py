@@ -5,6 +5,7 @@ Counts of time are learner updates unless a name says batches or seconds.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal, get_args
 
@@ -14,6 +15,7 @@ from farl.errors import ConfigError
 from farl.forecast import ForecastConfig
 
 Aim = Literal["first", "middle", "last", "window"]
+Decay = Literal["none", "linear", "cosine"]
 Launch = Literal["inline", "local"]
 
 
@@ -135,6 +137,9 @@ class OptimizerConfig:
         eps: of AdamW.
         weight_decay: decoupled for AdamW.
         warmup_updates: linear warm-up from `lr / warmup_updates`.
+        decay: how the rate falls after the warm-up: "none", "linear" or "cosine".
+        decay_updates: updates over which it falls to `min_lr_fraction * lr`, where it stays.
+        min_lr_fraction: what is left of the rate in the end.
         max_grad_norm: gradient norm limit; 0 turns clipping off.
         max_skipped: consecutive updates with non-finite gradients before the run stops.
     """
@@ -146,6 +151,9 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     warmup_updates: int = 0
+    decay: Decay = "none"
+    decay_updates: int = 0
+    min_lr_fraction: float = 0.1
     max_grad_norm: float = 1.0
     max_skipped: int = 8
 
@@ -157,12 +165,24 @@ class OptimizerConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name}={getattr(self, name)}: must be in [0, 1)")
-        for name in ("weight_decay", "max_grad_norm", "warmup_updates", "max_skipped"):
+        for name in ("weight_decay", "max_grad_norm", "warmup_updates", "decay_updates", "max_skipped"):
             _at_least("optimizer", name, getattr(self, name), 0)
+        if self.decay not in get_args(Decay):
+            raise ConfigError(f"optimizer.decay={self.decay!r}: must be 'none', 'linear' or 'cosine'")
+        if self.decay != "none":
+            _at_least("optimizer", "decay_updates", self.decay_updates, 1, f"the {self.decay} decay needs a length")
+        if not 0 <= self.min_lr_fraction <= 1:
+            raise ConfigError(f"optimizer.min_lr_fraction={self.min_lr_fraction}: must be in [0, 1]")
 
     def lr_at(self, version: int) -> float:
         """Learning rate of the update that makes version `version + 1`."""
-        return self.lr * min(1.0, (version + 1) / self.warmup_updates) if self.warmup_updates else self.lr
+        if version < self.warmup_updates:
+            return self.lr * (version + 1) / self.warmup_updates
+        if self.decay == "none":
+            return self.lr
+        done = min((version - self.warmup_updates + 1) / self.decay_updates, 1.0)
+        left = 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+        return self.lr * (self.min_lr_fraction + (1 - self.min_lr_fraction) * left)
 
 
 @dataclass(frozen=True, kw_only=True)
