@@ -3,8 +3,8 @@
     python benchmarks/targets.py tiny --seeds 5
     python benchmarks/targets.py smollm2 --seeds 3
 
-Every run is the product's own loop with rule auto and the default probe; KL with the forecast over KL of stale weights on
-the same tokens, each summed over the updates of a run, mean and spread over seeds. "never" is the worst run.
+Every run is the product's own loop with rule auto and the default probe. KL with the forecast over KL of stale weights
+on the same tokens, each summed over the updates of a run; mean and spread over seeds, and the worst run.
 Runs that are in the record already are not made again; --again makes them all.
 """
 
@@ -62,7 +62,7 @@ SETTINGS = {
         tiny("lr 3e-5, h = 2", "3e-5", 2),
         tiny("lr 3e-4, h = 4", "3e-4", 4),
         tiny("lr 3e-4, h = 1, beta1 = 0", "3e-4", 1, "--optimizer.beta1", "0"),
-        tiny("lr 2e-4, h = 1, 40 updates of warm-up, cosine decay", "2e-4", 1, "--optimizer.warmup-updates", "40", *DECAY),
+        tiny("lr 2e-4, h = 1, warm-up of 40 and cosine decay", "2e-4", 1, "--optimizer.warmup-updates", "40", *DECAY),
         tiny("lr 2e-4, h = 1, stopped and resumed at update 60", "2e-4", 1, stop_at=60),
         tiny("lr 2e-4, h = 1, ppo", "2e-4", 1, "--corrector", "ppo"),
     ),

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from farl.errors import ConfigError
 from farl.forecast.history import STORAGE_BYTES
+from farl.forecast.passes import Kernels, require_kernels
 
 Consistency = Literal["hard", "soft", "off"]
 Metric = Literal["euclidean", "adam", "sharp"]
@@ -44,8 +45,9 @@ class ForecastConfig:
             optimizer), "optimizer" reads them off the state of Adam, AdamW or SGD and keeps no copy.
         history_dtype: how displacements are stored: "float32", "bfloat16" (0.2 % error) or "int8" (block-scaled, 1 %).
         offload: keep the displacements in host memory, pinned where the weights are on a GPU.
-        compile: fuse the passes over the weights with torch.compile, which needs a C++ compiler or Triton; pays from
-            some ten million parameters on.
+        kernels: who passes over the weights: "native" one loop of C for weights on a CPU, compiled at first use by the
+            machine's own compiler; "inductor" torch.compile, for GPUs; "torch" torch's kernels; "auto" native where
+            it can, else torch.
         sample_entries: entries on which inner products are formed; models up to this size are taken whole.
         bank: rules that `auto` chooses among.
         hysteresis: relative advantage a challenger needs before `auto` changes its rule or opens again.
@@ -70,8 +72,8 @@ class ForecastConfig:
     source: Source = "weights"
     history_dtype: str = "bfloat16"
     offload: bool = False
-    compile: bool = False
-    sample_entries: int = 1 << 20
+    kernels: Kernels = "auto"
+    sample_entries: int = 1 << 17
     bank: tuple[str, ...] = ("least_squares_prior",)
     hysteresis: float = 0.05
     cold_updates: float = 2.0
@@ -99,8 +101,10 @@ class ForecastConfig:
             ("grouping", Grouping),
             ("source", Source),
             ("history_dtype", Literal["float32", "bfloat16", "int8"]),
+            ("kernels", Kernels),
         ):
             _require_one_of(name, getattr(self, name), get_args(kind))
+        require_kernels(self.kernels)
         if not self.bank:
             raise ConfigError("bank=(): auto needs at least one rule to choose from, for example ('copy',)")
 

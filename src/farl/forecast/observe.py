@@ -15,10 +15,10 @@ from torch import Tensor
 from farl.errors import ShapeError, StateError
 from farl.forecast.auto import Memo
 from farl.forecast.config import ForecastConfig
-from farl.forecast.fused import absorb, compiled
 from farl.forecast.gram import GramBand
-from farl.forecast.history import pieces
+from farl.forecast.history import Ring, pieces
 from farl.forecast.moments import Moments, last_displacement
+from farl.forecast.passes import absorb
 from farl.forecast.plan import ALL, ForecastPlan, ScoredForecast, Terms
 from farl.forecast.sample import Reduce, metric_weight, products
 from farl.forecast.state import EUCLIDEAN, ForecastState, empty_grams, unsharded
@@ -148,36 +148,29 @@ def _require_source(state: ForecastState, moments: Mapping[str, Moments]) -> Non
 
 def _absorb(state: ForecastState, named: Mapping[str, Tensor], moments: Mapping[str, Moments], now: int) -> Tensor:
     """Stores the displacement of every leaf; returns `||D||^2` over this rank's share, float64 [1]."""
-    energy = torch.zeros(1, dtype=torch.float64)
     if state.config.rule == "moments":
-        return energy
+        return torch.zeros(1, dtype=torch.float64)
+    energies = []
     for name, leaf_N in named.items():
-        own = torch.zeros((), dtype=torch.float64, device=leaf_N.device)
-        for part in pieces(leaf_N):
-            own += _absorb_piece(state, name, leaf_N[part], part, moments.get(name), now)
-        energy += own.cpu() * state.sample.share(name)
+        ring = state.rings[name]
+        slot = now % ring.capacity
+        if state.previous:
+            own = absorb(ring, slot, leaf_N, state.previous[name], state.config.kernels)
+        else:
+            own = _absorb_told(ring, slot, leaf_N, moments.get(name))
+        energies.append(own * state.sample.share(name))
+    return torch.stack([e.cpu() for e in energies]).sum().reshape(1)  # read at the end: a device may lag behind
+
+
+def _absorb_told(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments | None) -> Tensor:
+    """Stores the displacement that the optimizer tells, none where it has no state; float64 scalar."""
+    energy = torch.zeros((), dtype=torch.float64, device=leaf_N.device)
+    for part in pieces(leaf_N):
+        here_n = leaf_N[part].float()
+        moved_n = torch.zeros_like(here_n) if moments is None else last_displacement(moments, here_n, part)
+        ring.store(slot, part.start, moved_n)
+        energy += torch.dot(moved_n, moved_n)
     return energy
-
-
-def _absorb_piece(
-    state: ForecastState, name: str, leaf_n: Tensor, part: slice, moments: Moments | None, now: int
-) -> Tensor:
-    ring = state.rings[name]
-    slot = now % ring.capacity
-    last_n = state.previous[name][part] if state.previous else None
-    if last_n is not None and state.config.compile and ring.is_plain(leaf_n.device):
-        squared: Tensor = compiled(absorb)(leaf_n, last_n, ring.values_CN[slot, part])
-        return squared
-    here_n = leaf_n.float()
-    if last_n is not None:
-        moved_n = here_n - last_n
-        last_n.copy_(here_n)
-    elif moments is not None:
-        moved_n = last_displacement(moments, here_n, part)
-    else:
-        moved_n = torch.zeros_like(here_n)
-    ring.store(slot, part.start, moved_n)
-    return torch.dot(moved_n, moved_n)
 
 
 def _curvature(

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from farl.errors import StateError
-from farl.forecast.fused import combine, compiled
 from farl.forecast.history import pieces
 from farl.forecast.moments import Moments, last_displacement, run_ahead
+from farl.forecast.passes import combine
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.state import ForecastState
 
@@ -122,43 +122,16 @@ def _bases(state: ForecastState, leaves: Iterable[tuple[str, Tensor]]) -> Leaves
     return given
 
 
-Piece = Callable[[str, slice, Tensor, Tensor], None]
-"""`(name, part, base_n, out_n)`: writes the new weights of one piece."""
-
-
-def _leafwise(state: ForecastState, bases: Leaves, dtype: torch.dtype, write: Piece) -> Iterator[tuple[str, Tensor]]:
-    """Every leaf in turn, written piece by piece."""
-    for name in state.sizes:
-        base_N = bases[name]
-        out_N = torch.empty_like(base_N, dtype=dtype)
-        for part in pieces(base_N):
-            write(name, part, base_N[part], out_N[part])
-        yield name, out_N
-
-
 def _combine(
     state: ForecastState, bases: Leaves, rows: Mapping[str, Sequence[tuple[int, float]]], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """`base + sum_i factor_i D[version_i]` of each leaf, rows by group."""
-
-    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
-        ring = state.rings[name]
+    for name in state.sizes:
+        ring, base_N = state.rings[name], bases[name]
         wanted = rows.get(state.groups[name], ())
-        terms = [(version % ring.capacity, a) for version, a in wanted if a != 0.0]
-        if not terms:
-            out_n.copy_(base_n)
-        elif state.config.compile and ring.is_plain(base_n.device):
-            slots, factors = zip(*terms, strict=True)
-            kept = [ring.values_CN[slot, part] for slot in slots]
-            compiled(combine)(out_n, base_n, kept, torch.tensor(factors, device=base_n.device))
-        elif dtype == torch.float32:
-            ring.sum_into(out_n, base_n, part.start, terms)
-        else:
-            total_n = torch.empty_like(base_n, dtype=torch.float32)
-            ring.sum_into(total_n, base_n, part.start, terms)
-            out_n.copy_(total_n)
-
-    yield from _leafwise(state, bases, dtype, write)
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        combine(ring, base_N, out_N, [(v % ring.capacity, a) for v, a in wanted if a != 0.0], state.config.kernels)
+        yield name, out_N
 
 
 Added = Callable[[str, slice, Tensor], Tensor]
@@ -170,11 +143,13 @@ def _add(
 ) -> Iterator[tuple[str, Tensor]]:
     """`base + factor * added` of each leaf among `names`; the others as they are."""
 
-    def write(name: str, part: slice, base_n: Tensor, out_n: Tensor) -> None:
-        here_n = base_n.float()
-        out_n.copy_(here_n.add(added(name, part, here_n), alpha=factor) if name in names else here_n)
-
-    yield from _leafwise(state, bases, dtype, write)
+    for name in state.sizes:
+        base_N = bases[name]
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        for part in pieces(base_N):
+            here_n = base_N[part].float()
+            out_N[part] = here_n.add(added(name, part, here_n), alpha=factor) if name in names else here_n
+        yield name, out_N
 
 
 def _undo(
