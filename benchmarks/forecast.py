@@ -107,12 +107,9 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 def sizes_table(arguments) -> list[dict]:
     rows: list[dict] = []
-    print("| rule | history | compiled | N | K | bytes / parameter | observe x copy | stream x copy | plan ms |")
+    print("| rule | history | kernels | N | K | bytes / parameter | observe x copy | stream x copy | plan ms |")
     print("|---|---|---|---|---|---|---|---|---|")
-    kinds = [
-        {"rule": "least_squares", "history_dtype": "bfloat16", "compile": c}
-        for c in ([False, True] if arguments.compile else [False])
-    ]
+    kinds = [{"rule": "least_squares", "history_dtype": "bfloat16", "kernels": k} for k in arguments.kernels]
     kinds += [{"rule": "least_squares", "history_dtype": d} for d in ("float32", "int8")] if arguments.all else []
     kinds += [{"rule": "least_squares", "history_dtype": "bfloat16", "source": "optimizer"}, {"rule": "moments"}]
     for kind in kinds:
@@ -137,7 +134,7 @@ def sizes_table(arguments) -> list[dict]:
                 note = "" if ideal[0] else " (of a copy of the weights)"
                 print(
                     f"| {kind['rule']} | {kind.get('source', 'weights')}, {config.history_dtype} | "
-                    f"{'yes' if config.compile else 'no'} | {took['size']:.0e} | {lags} | {row['bytes']:.1f} | "
+                    f"{config.kernels} | {took['size']:.0e} | {lags} | {row['bytes']:.1f} | "
                     f"{row['observe']:.2f}{note} | {row['stream']:.2f} | {row['plan_ms']:.1f} |",
                     flush=True,
                 )
@@ -231,7 +228,7 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--compile", action="store_true", help="the fused passes too")
+    parser.add_argument("--kernels", nargs="+", default=["auto"], help="who passes over the weights")
     parser.add_argument("--all", action="store_true", help="fp32 and int8 history too")
     parser.add_argument("--ranks", type=int, nargs="*", default=[], help="gloo ranks to share the largest size but one")
     parser.add_argument("--step", action="store_true", help="share of a SmolLM2 update")

@@ -13,7 +13,7 @@ def test_small_models_are_taken_whole():
     leaves = {"a": torch.zeros(500), "b": torch.zeros(7)}
     sample = choose_sample(leaves, max_entries=507, total=507, replicas={})
     assert sample.num_entries == 507
-    assert sample.positions == {"a": None, "b": None}
+    assert sample.blocks == {"a": None, "b": None}
     assert torch.equal(sample.density_S, torch.ones(507))
 
 
@@ -22,17 +22,17 @@ def test_a_sample_is_spread_over_every_leaf_without_repeats():
     sample = choose_sample(leaves, max_entries=11_000, total=110_005, replicas={})
     assert sample.num_entries == pytest.approx(11_000, rel=0.02)
     for name, leaf in leaves.items():
-        positions = sample.positions[name]
-        drawn = leaf if positions is None else leaf[positions]
+        drawn = leaf[sample.part(name)]
+        assert torch.equal(sample.gather({name: leaf})[sample.spans[name]], drawn)
         assert len(drawn.unique()) == len(drawn)
         span = sample.spans[name]
         assert float(sample.density_S[span].sum()) == pytest.approx(len(leaf), rel=1e-4)
-        if positions is not None:
+        if sample.blocks[name] is not None:
             starts = drawn[::BLOCK]
             assert starts.diff().min() >= BLOCK, "blocks do not overlap"
             assert starts.max() > 0.9 * len(leaf)
     again = choose_sample(leaves, max_entries=11_000, total=110_005, replicas={})
-    assert torch.equal(sample.positions["big"], again.positions["big"]), "a function of names and sizes"
+    assert torch.equal(sample.blocks["big"], again.blocks["big"]), "a function of names and sizes"
 
 
 def test_inner_products_from_a_sample_are_right_to_a_percent():

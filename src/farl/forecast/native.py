@@ -27,7 +27,16 @@ from farl.forecast.history import Ring
 log = logging.getLogger("farl.forecast")
 
 _SOURCE = Path(__file__).with_name("passes.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-std=c99", "-shared", "-fPIC")
+_FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp-simd",
+    "-std=c99",
+    "-shared",
+    "-fPIC",
+)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _COMPILE_TIMEOUT_S = 60
 
@@ -84,11 +93,11 @@ def _processor() -> str:
     return f"{platform.machine()} {features}"
 
 
-def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor) -> Tensor:
-    """`passes.absorb` over a whole leaf; float64 scalar."""
+def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor) -> float:
+    """`passes.absorb` over a whole leaf."""
     loops = library()
     assert loops is not None
-    squared = loops.farl_absorb(
+    squared: float = loops.farl_absorb(
         leaf_N.data_ptr(),
         _KINDS[leaf_N.dtype],
         last_N.data_ptr(),
@@ -97,7 +106,7 @@ def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor) -> Tensor:
         _KINDS[ring.values_CN.dtype],
         len(leaf_N),
     )
-    return torch.tensor(squared, dtype=torch.float64)
+    return squared
 
 
 def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int, float]]) -> None:

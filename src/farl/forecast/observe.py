@@ -150,16 +150,18 @@ def _absorb(state: ForecastState, named: Mapping[str, Tensor], moments: Mapping[
     """Stores the displacement of every leaf; returns `||D||^2` over this rank's share, float64 [1]."""
     if state.config.rule == "moments":
         return torch.zeros(1, dtype=torch.float64)
-    energies = []
+    energies: list[Tensor | float] = []
     for name, leaf_N in named.items():
         ring = state.rings[name]
         slot = now % ring.capacity
+        own: Tensor | float
         if state.previous:
             own = absorb(ring, slot, leaf_N, state.previous[name], state.config.kernels)
         else:
             own = _absorb_told(ring, slot, leaf_N, moments.get(name))
         energies.append(own * state.sample.share(name))
-    return torch.stack([e.cpu() for e in energies]).sum().reshape(1)  # read at the end: a device may lag behind
+    total = sum(float(e) for e in energies)  # read at the end: a device may lag behind
+    return torch.tensor([total], dtype=torch.float64)
 
 
 def _absorb_told(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments | None) -> Tensor:

@@ -29,8 +29,8 @@ def require_kernels(kernels: Kernels) -> None:
         raise ConfigError("kernels='native': needs a C compiler (cc, gcc, clang, or $CC); install one or take 'auto'")
 
 
-def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor, kernels: Kernels) -> Tensor:
-    """Stores `leaf - last` in a row of the history and `leaf` in `last`; returns the squared norm, float64 scalar.
+def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor, kernels: Kernels) -> Tensor | float:
+    """Stores `leaf - last` in a row of the history and `leaf` in `last`; returns the squared norm.
 
     Reads leaf and last, writes last and the row: 12 bytes an entry and one stored displacement.
     """
@@ -98,7 +98,7 @@ def _combine_loop(out_n: Tensor, base_n: Tensor, rows: Sequence[Tensor], factors
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one fused loop for pieces of any size, and more shapes of arguments than dynamo allows unasked."""
+    """The function as one fused loop for pieces of any size; more kinds of arguments than dynamo allows unasked."""
     fused = torch.compile(function, dynamic=True, fullgraph=True)
 
     def call(*arguments: Any) -> Any:

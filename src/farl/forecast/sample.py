@@ -18,7 +18,7 @@ from torch import Tensor
 from farl.forecast.config import Metric
 
 BLOCK = 64
-"""Neighbouring entries are sampled together: a cache line costs the same as one entry of it."""
+"""Neighbouring entries are sampled together, as rows of a leaf: a cache line costs the same as one entry of it."""
 _BIN_SHIFT = 19
 """Bits of a float32 dropped for the histogram: 4096 bins, sixteen to the octave."""
 _MIN_SHARP = 1024
@@ -34,14 +34,14 @@ class Sample:
     """Which entries are sampled.
 
     Attributes:
-        positions: flat positions in each leaf, int64; None for all of it.
+        blocks: which blocks of each leaf, int64; None for all of it.
         spans: where each leaf's entries lie in the joined vector [S].
         density_S: entries of the leaf that each sampled one stands for, float32; divided by the number of ranks that
             hold the same copy.
         replicas: that number, where it is not 1.
     """
 
-    positions: Mapping[str, Tensor | None]
+    blocks: Mapping[str, Tensor | None]
     spans: Mapping[str, slice]
     density_S: Tensor
     replicas: Mapping[str, int]
@@ -59,9 +59,23 @@ class Sample:
         """The sampled entries of flat leaves, float32 [S] on the sample's device; zero where a leaf is not given."""
         out_S = torch.zeros_like(self.density_S)
         for name, leaf_N in leaves.items():
-            positions = self.positions[name]
-            out_S[self.spans[name]] = (leaf_N if positions is None else leaf_N[positions]).to(out_S.device)
+            blocks = self.blocks[name]
+            drawn = leaf_N if blocks is None else _as_blocks(leaf_N).index_select(0, blocks).view(-1)
+            out_S[self.spans[name]] = drawn.to(out_S.device)
         return out_S
+
+    def part(self, name: str) -> slice | Tensor:
+        """The sampled entries of a leaf, as an index into it."""
+        blocks = self.blocks[name]
+        if blocks is None:
+            return slice(None)
+        return (blocks.unsqueeze(1) * BLOCK + torch.arange(BLOCK, device=blocks.device)).view(-1)
+
+
+def _as_blocks(leaf_N: Tensor) -> Tensor:
+    """The whole blocks of a flat leaf as rows; what does not fill a block at the end is never sampled."""
+    count = leaf_N.numel() // BLOCK
+    return leaf_N[: count * BLOCK].view(count, BLOCK)
 
 
 def choose_sample(
@@ -79,7 +93,7 @@ def choose_sample(
         The sample, a function of leaf names and sizes alone.
     """
     fraction = max_entries / total
-    positions: dict[str, Tensor | None] = {}
+    chosen: dict[str, Tensor | None] = {}
     spans: dict[str, slice] = {}
     densities, start = [], 0
     device = next(iter(leaves.values())).device
@@ -87,18 +101,17 @@ def choose_sample(
         size = leaf_N.numel()
         blocks = max(1, round(fraction * size / BLOCK))
         if fraction >= 1 or blocks * BLOCK >= size:
-            positions[name], count = None, size
+            chosen[name], count = None, size
         else:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            stride = size / blocks
-            room = torch.rand(blocks, generator=generator, dtype=torch.float64) * (stride - BLOCK)
-            first = (torch.arange(blocks) * stride + room).long().clamp_(max=size - BLOCK)
-            chosen = (first.unsqueeze(1) + torch.arange(BLOCK)).reshape(-1)
-            positions[name], count = chosen.to(leaf_N.device), len(chosen)
+            stride = size // BLOCK / blocks
+            room = torch.rand(blocks, generator=generator, dtype=torch.float64) * (stride - 1)
+            chosen[name] = (torch.arange(blocks, dtype=torch.float64) * stride + room).long().to(leaf_N.device)
+            count = blocks * BLOCK
         spans[name] = slice(start, start + count)
         densities.append(torch.full((count,), size / max(count, 1) / replicas.get(name, 1), device=device))
         start += count
-    return Sample(positions=positions, spans=spans, density_S=torch.cat(densities), replicas=replicas)
+    return Sample(blocks=chosen, spans=spans, density_S=torch.cat(densities), replicas=replicas)
 
 
 def metric_weight(

@@ -232,7 +232,7 @@ def extend(
     offset = state.sample.num_entries
     spans = {name: slice(s.start + offset, s.stop + offset) for name, s in fresh.sample.spans.items()}
     sample = Sample(
-        positions={**state.sample.positions, **fresh.sample.positions},
+        blocks={**state.sample.blocks, **fresh.sample.blocks},
         spans={**state.sample.spans, **spans},
         density_S=torch.cat([state.sample.density_S, fresh.sample.density_S.to(device)]),
         replicas={**state.sample.replicas, **fresh.sample.replicas},
@@ -304,8 +304,7 @@ def _run_sample_ahead(
     for name, span in state.sample.spans.items():
         if name not in moments or name not in leaves:
             continue
-        positions = state.sample.positions[name]
-        part = slice(None) if positions is None else positions
+        part = state.sample.part(name)
         moved_S[span] = run_ahead(
             moments[name],
             leaves[name].detach().reshape(-1)[part],

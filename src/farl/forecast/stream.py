@@ -142,7 +142,6 @@ def _add(
     state: ForecastState, bases: Leaves, dtype: torch.dtype, names: Container[str], factor: float, added: Added
 ) -> Iterator[tuple[str, Tensor]]:
     """`base + factor * added` of each leaf among `names`; the others as they are."""
-
     for name in state.sizes:
         base_N = bases[name]
         out_N = torch.empty_like(base_N, dtype=dtype)
