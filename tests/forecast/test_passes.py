@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -9,9 +10,9 @@ import torch
 from hypothesis import given, settings
 
 from farl.errors import ConfigError
-from farl.forecast import ForecastConfig, native
+from farl.forecast import ForecastConfig, Moments, native
 from farl.forecast.history import Ring
-from farl.forecast.passes import absorb, combine
+from farl.forecast.passes import absorb, combine, run_ahead, tell
 
 SIZES = (1, 31, 128, 129, 2048, 2049, 5000, (1 << 17) + 77)
 DTYPES = ("float32", "bfloat16", "int8")
@@ -67,6 +68,66 @@ def test_combine_is_the_sum_in_fp32_cast_last(kernels, size, dtype, base_dtype, 
     torch.testing.assert_close(out.double(), wide, rtol=tolerance, atol=tolerance)
     combine(ring, base, out, [], kernels)
     assert torch.equal(out, base.to(out.dtype)), "no terms: the weights as they are"
+
+
+OPTIMIZERS = {
+    "adamw": Moments(kind="adam", first_N=None, second_N=None, step=3, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8),
+    "adamw, decay": Moments(
+        kind="adam", first_N=None, second_N=None, step=40, lr=1e-2, beta1=0.8, beta2=0.99, eps=1e-5, weight_decay=0.1
+    ),
+    "adam, decay in the gradient": Moments(
+        kind="adam", first_N=None, second_N=None, step=7, lr=1e-2, beta1=0.9, beta2=0.9, eps=1e-8, weight_decay=0.1,
+        decoupled=False,
+    ),
+    "sgd": Moments(kind="sgd", first_N=None, second_N=None, step=1, lr=1e-2, beta1=0.9, decoupled=False),
+    "sgd, dampened": Moments(
+        kind="sgd", first_N=None, second_N=None, step=1, lr=1e-2, beta1=0.9, dampening=0.5, decoupled=False
+    ),
+    "sgd, nesterov and decay": Moments(
+        kind="sgd", first_N=None, second_N=None, step=1, lr=1e-2, beta1=0.9, nesterov=True, weight_decay=0.1,
+        decoupled=False,
+    ),
+    "sgd, plain": Moments(kind="sgd", first_N=None, second_N=None, step=1, lr=1e-2, decoupled=False),
+}  # fmt: skip
+
+
+def with_state(name, size, dtype=torch.float32):
+    moments = OPTIMIZERS[name]
+    generator = torch.Generator().manual_seed(1)
+    first = torch.randn(size, generator=generator).to(dtype)
+    second = torch.rand(size, generator=generator).add(1e-3).to(dtype)
+    keeps_first = moments.kind == "adam" or moments.beta1
+    return replace(moments, first_N=first if keeps_first else None, second_N=second if moments.kind == "adam" else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 129, 5000, (1 << 17) + 77])
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if with_state(n, 1).tells_displacement])
+def test_the_c_loop_reads_the_last_step_as_the_formula_does(name, size, dtype):
+    """`moments.last_displacement` is checked against really running optimizers in test_moments."""
+    moments = with_state(name, size, dtype)
+    rings = [Ring.empty(1, size, dtype="float32", device=CPU) for _ in range(2)]
+    leaf = torch.randn(size).to(dtype)
+    energies = [tell(ring, 0, leaf, moments, how) for ring, how in zip(rings, ("native", "torch"), strict=True)]
+    torch.testing.assert_close(rings[0].values_CN, rings[1].values_CN, rtol=2e-6, atol=1e-9)
+    assert float(energies[0]) == pytest.approx(float(energies[1]), rel=1e-5)
+
+
+@pytest.mark.parametrize("assumed", [0.0, 0.7])
+@pytest.mark.parametrize("size", [1, 129, 5000, (1 << 17) + 77])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_c_loop_runs_optimizers_ahead_as_the_recursion_does(name, size, assumed):
+    moments, base = with_state(name, size), torch.randn(size)
+    outs = [torch.full((size,), torch.nan) for _ in range(2)]
+    for out, how in zip(outs, ("native", "torch"), strict=True):
+        run_ahead(
+            moments, base, out, shares=(1.0, 1.0, 0.25), assumed=assumed, lrs=(1e-2, 5e-3, 2e-3), damping=0.8,
+            kernels=how,
+        )  # fmt: skip
+    torch.testing.assert_close(outs[0] - base, outs[1] - base, rtol=1e-5, atol=5e-7)
+    assert (float((outs[0] - base).norm()) > 0) == (name != "sgd, plain"), (
+        "without momentum nothing is known of the next gradient"
+    )
 
 
 @settings(max_examples=30, deadline=None)

@@ -170,7 +170,7 @@ def run_ahead(
     if first is None:
         first = torch.zeros_like(weights)
     adam = moments.kind == "adam"
-    drift = first * (assumed * _mean_gradient_factor(moments))
+    drift = first * (assumed * mean_gradient_factor(moments))
     here = weights
     for i, share in enumerate(shares, start=1):
         lr = lrs[i - 1]
@@ -193,7 +193,7 @@ def run_ahead(
     return total
 
 
-def _mean_gradient_factor(moments: Moments) -> float:
+def mean_gradient_factor(moments: Moments) -> float:
     """What the first moment is multiplied with to estimate the mean gradient."""
     if moments.kind == "adam":
         return 1 / (1 - moments.beta1**moments.step) if moments.step else 0.0

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from farl.forecast.history import Ring
+from farl.forecast.moments import Moments, mean_gradient_factor
 
 log = logging.getLogger("farl.forecast")
 
@@ -41,8 +42,55 @@ _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _COMPILE_TIMEOUT_S = 60
 
 
-def can_read(tensor: Tensor) -> bool:
-    """Whether the loops can work on a flat tensor: float32 or bfloat16, contiguous, on a CPU."""
+class _Optimizer(ctypes.Structure):
+    """`Optimizer` of the C source."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int),
+        ("decoupled", ctypes.c_int),
+        ("nesterov", ctypes.c_int),
+        ("beta1", ctypes.c_float),
+        ("beta2", ctypes.c_float),
+        ("eps", ctypes.c_float),
+        ("weight_decay", ctypes.c_float),
+        ("undampened", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, moments: Moments) -> _Optimizer:
+        return cls(
+            ("adam", "sgd").index(moments.kind),
+            moments.decoupled,
+            moments.nesterov,
+            moments.beta1,
+            moments.beta2,
+            moments.eps,
+            moments.weight_decay,
+            1 - moments.dampening,
+        )
+
+
+class _Update(ctypes.Structure):
+    """`Update` of the C source."""
+
+    _fields_ = (
+        ("share", ctypes.c_float),
+        ("lr", ctypes.c_float),
+        ("scaled_lr", ctypes.c_float),
+        ("inverse_correction", ctypes.c_float),
+    )
+
+    @classmethod
+    def of(cls, moments: Moments, step: int, lr: float, share: float = 1.0) -> _Update:
+        if moments.kind == "sgd":
+            return cls(share, lr, lr, 1.0)
+        return cls(share, lr, lr / (1 - moments.beta1**step), 1 / (1 - moments.beta2**step))
+
+
+def can_read(tensor: Tensor | None) -> bool:
+    """Whether the loops can work on a tensor: float32 or bfloat16, contiguous, on a CPU; or none at all."""
+    if tensor is None:
+        return True
     return tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16) and tensor.is_contiguous()
 
 
@@ -62,6 +110,11 @@ def library() -> ctypes.CDLL | None:
     pointer, kind, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
     loaded.farl_absorb.argtypes = [pointer, kind, pointer, pointer, pointer, kind, size]
     loaded.farl_absorb.restype = ctypes.c_double
+    loaded.farl_tell.argtypes = [*(pointer, kind) * 3, pointer, pointer, pointer, pointer, kind, size]
+    loaded.farl_tell.restype = ctypes.c_double
+    single = ctypes.c_float
+    loaded.farl_run_ahead.argtypes = [*(pointer, kind) * 4, pointer, pointer, kind, single, single, size]
+    loaded.farl_run_ahead.restype = None
     loaded.farl_combine.argtypes = [pointer, kind, pointer, kind, pointer, pointer, pointer, kind, kind, size]
     loaded.farl_combine.restype = None
     return loaded
@@ -93,37 +146,84 @@ def _processor() -> str:
     return f"{platform.machine()} {features}"
 
 
+def _read(tensor: Tensor | None) -> tuple[int | None, int]:
+    """Address and kind of a tensor, as the loops take them."""
+    return (None, 0) if tensor is None else (tensor.data_ptr(), _KINDS[tensor.dtype])
+
+
+def _row(ring: Ring, slot: int) -> tuple[int, int | None, int]:
+    """Address of a row, of its scales, and its kind."""
+    scales = None if ring.scales_CB is None else ring.scales_CB[slot].data_ptr()
+    return ring.values_CN[slot].data_ptr(), scales, _KINDS[ring.values_CN.dtype]
+
+
 def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor) -> float:
     """`passes.absorb` over a whole leaf."""
     loops = library()
     assert loops is not None
-    squared: float = loops.farl_absorb(
-        leaf_N.data_ptr(),
-        _KINDS[leaf_N.dtype],
-        last_N.data_ptr(),
-        ring.values_CN[slot].data_ptr(),
-        None if ring.scales_CB is None else ring.scales_CB[slot].data_ptr(),
-        _KINDS[ring.values_CN.dtype],
+    squared: float = loops.farl_absorb(*_read(leaf_N), last_N.data_ptr(), *_row(ring, slot), len(leaf_N))
+    return squared
+
+
+def tell(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments) -> float:
+    """`passes.tell` over a whole leaf."""
+    loops = library()
+    assert loops is not None
+    optimizer, update = _Optimizer.of(moments), _Update.of(moments, moments.step, moments.lr)
+    squared: float = loops.farl_tell(
+        *_read(leaf_N),
+        *_read(moments.first_N),
+        *_read(moments.second_N),
+        ctypes.addressof(optimizer),
+        ctypes.addressof(update),
+        *_row(ring, slot),
         len(leaf_N),
     )
     return squared
+
+
+def run_ahead(
+    moments: Moments,
+    base_N: Tensor,
+    out_N: Tensor,
+    *,
+    shares: Sequence[float],
+    assumed: float,
+    lrs: Sequence[float],
+    damping: float,
+) -> None:
+    """`passes.run_ahead` over a whole leaf."""
+    loops = library()
+    assert loops is not None
+    optimizer = _Optimizer.of(moments)
+    updates = [_Update.of(moments, moments.step + i, lrs[i - 1], share) for i, share in enumerate(shares, start=1)]
+    table = (_Update * len(updates))(*updates)
+    loops.farl_run_ahead(
+        *_read(out_N),
+        *_read(base_N),
+        *_read(moments.first_N),
+        *_read(moments.second_N),
+        ctypes.addressof(optimizer),
+        ctypes.addressof(table),
+        len(updates),
+        assumed * mean_gradient_factor(moments),
+        damping,
+        len(out_N),
+    )
 
 
 def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int, float]]) -> None:
     """`passes.combine` over a whole leaf."""
     loops = library()
     assert loops is not None
-    slots, factors = [slot for slot, _ in terms], [factor for _, factor in terms]
-    scales = [None if ring.scales_CB is None else ring.scales_CB[slot].data_ptr() for slot in slots]
+    rows = [_row(ring, slot) for slot, _ in terms]
     loops.farl_combine(
-        out_N.data_ptr(),
-        _KINDS[out_N.dtype],
-        base_N.data_ptr(),
-        _KINDS[base_N.dtype],
-        (ctypes.c_void_p * len(slots))(*(ring.values_CN[slot].data_ptr() for slot in slots)),
-        (ctypes.c_void_p * len(slots))(*scales),
-        (ctypes.c_float * len(slots))(*factors),
-        len(slots),
+        *_read(out_N),
+        *_read(base_N),
+        (ctypes.c_void_p * len(rows))(*(values for values, _, _ in rows)),
+        (ctypes.c_void_p * len(rows))(*(scales for _, scales, _ in rows)),
+        (ctypes.c_float * len(rows))(*(factor for _, factor in terms)),
+        len(rows),
         _KINDS[ring.values_CN.dtype],
         len(out_N),
     )

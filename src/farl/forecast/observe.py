@@ -16,9 +16,8 @@ from farl.errors import ShapeError, StateError
 from farl.forecast.auto import Memo
 from farl.forecast.config import ForecastConfig
 from farl.forecast.gram import GramBand
-from farl.forecast.history import Ring, pieces
-from farl.forecast.moments import Moments, last_displacement
-from farl.forecast.passes import absorb
+from farl.forecast.moments import Moments
+from farl.forecast.passes import absorb, tell
 from farl.forecast.plan import ALL, ForecastPlan, ScoredForecast, Terms
 from farl.forecast.sample import Reduce, metric_weight, products
 from farl.forecast.state import EUCLIDEAN, ForecastState, empty_grams, unsharded
@@ -158,21 +157,10 @@ def _absorb(state: ForecastState, named: Mapping[str, Tensor], moments: Mapping[
         if state.previous:
             own = absorb(ring, slot, leaf_N, state.previous[name], state.config.kernels)
         else:
-            own = _absorb_told(ring, slot, leaf_N, moments.get(name))
+            own = tell(ring, slot, leaf_N, moments.get(name), state.config.kernels)
         energies.append(own * state.sample.share(name))
     total = sum(float(e) for e in energies)  # read at the end: a device may lag behind
     return torch.tensor([total], dtype=torch.float64)
-
-
-def _absorb_told(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments | None) -> Tensor:
-    """Stores the displacement that the optimizer tells, none where it has no state; float64 scalar."""
-    energy = torch.zeros((), dtype=torch.float64, device=leaf_N.device)
-    for part in pieces(leaf_N):
-        here_n = leaf_N[part].float()
-        moved_n = torch.zeros_like(here_n) if moments is None else last_displacement(moments, here_n, part)
-        ring.store(slot, part.start, moved_n)
-        energy += torch.dot(moved_n, moved_n)
-    return energy
 
 
 def _curvature(

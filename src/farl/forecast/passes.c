@@ -49,38 +49,124 @@ static void store_blocks(int8_t *restrict codes, float *restrict scales, const f
     }
 }
 
+/* row = moved, in its storage */
+static void store(void *row, float *scales, int kind, const float *restrict moved, int64_t start, int64_t n) {
+    if (kind == INT8) {
+        store_blocks(row, scales, moved, start, n);
+    } else if (kind == FLOAT32) {
+        memcpy((float *)row + start, moved, (size_t)n * sizeof *moved);
+    } else {
+        uint16_t *to = (uint16_t *)row + start;
+        for (int64_t i = 0; i < n; i++) to[i] = narrow(moved[i]);
+    }
+}
+
+static float squared_norm(const float *restrict moved, int64_t n) {
+    float squared = 0;
+#pragma omp simd reduction(+ : squared)
+    for (int64_t i = 0; i < n; i++) squared += moved[i] * moved[i];
+    return squared;
+}
+
 /* row = leaf - last, last = leaf, over n entries; returns the squared norm of the difference. */
 double farl_absorb(const void *leaf, int leaf_kind, float *restrict last, void *row, float *scales, int row_kind,
                    int64_t n) {
     double energy = 0;
     for (int64_t start = 0; start < n; start += STRIP) {
         int64_t m = n - start < STRIP ? n - start : STRIP;
-        float scratch[STRIP], moved[STRIP], squared = 0;
+        float scratch[STRIP], moved[STRIP];
         const float *here = load(scratch, leaf, leaf_kind, start, m);
         float *restrict kept = last + start;
-        if (row_kind == BFLOAT16) {
-            uint16_t *restrict to = (uint16_t *)row + start;
-#pragma omp simd reduction(+ : squared)
-            for (int64_t i = 0; i < m; i++) {
-                float difference = here[i] - kept[i];
-                kept[i] = here[i];
-                to[i] = narrow(difference);
-                squared += difference * difference;
-            }
-        } else {
-            float *restrict to = row_kind == FLOAT32 ? (float *)row + start : moved;
-#pragma omp simd reduction(+ : squared)
-            for (int64_t i = 0; i < m; i++) {
-                float difference = here[i] - kept[i];
-                kept[i] = here[i];
-                to[i] = difference;
-                squared += difference * difference;
-            }
-            if (row_kind == INT8) store_blocks(row, scales, moved, start, m);
+        for (int64_t i = 0; i < m; i++) {
+            moved[i] = here[i] - kept[i];
+            kept[i] = here[i];
         }
-        energy += squared;
+        energy += squared_norm(moved, m);
+        store(row, scales, row_kind, moved, start, m);
     }
     return energy;
+}
+
+/* An optimizer as moments.Moments tells it; ADAM or SGD. */
+enum { ADAM, SGD };
+typedef struct {
+    int kind, decoupled, nesterov;
+    float beta1, beta2, eps, weight_decay, undampened; /* undampened: 1 - dampening */
+} Optimizer;
+typedef struct {
+    float share, lr, scaled_lr, inverse_correction; /* scaled_lr: lr / (1 - beta1^s); inverse: 1 / (1 - beta2^s) */
+} Update;
+
+/* row = the displacement of the last update, read off the state after it; returns its squared norm. */
+double farl_tell(const void *leaf, int leaf_kind, const void *first, int first_kind, const void *second,
+                 int second_kind, const Optimizer *o, const Update *u, void *row, float *scales, int row_kind,
+                 int64_t n) {
+    double energy = 0;
+    float decay = o->decoupled ? u->lr * o->weight_decay : 0, kept = 1 - decay;
+    for (int64_t start = 0; start < n; start += STRIP) {
+        int64_t m = n - start < STRIP ? n - start : STRIP;
+        float a[STRIP], b[STRIP], c[STRIP], moved[STRIP];
+        const float *mean = load(a, first, first_kind, start, m);
+        if (o->kind == ADAM) {
+            const float *square = load(b, second, second_kind, start, m);
+            for (int64_t i = 0; i < m; i++)
+                moved[i] = -u->scaled_lr * (mean[i] / (sqrtf(square[i] * u->inverse_correction) + o->eps));
+        } else {
+            for (int64_t i = 0; i < m; i++) moved[i] = -u->lr * mean[i];
+        }
+        if (decay != 0 && o->kind == ADAM) {
+            const float *here = load(c, leaf, leaf_kind, start, m);
+            for (int64_t i = 0; i < m; i++) moved[i] = (moved[i] - decay * here[i]) / kept;
+        }
+        energy += squared_norm(moved, m);
+        store(row, scales, row_kind, moved, start, m);
+    }
+    return energy;
+}
+
+/* out = base + damping * sum_i share_i * (update i of the optimizer's own recursion with one assumed gradient, drift times
+ * the first moment), over n entries. first is NULL where the optimizer keeps none. */
+void farl_run_ahead(void *out, int out_kind, const void *base, int base_kind, const void *first, int first_kind,
+                    const void *second, int second_kind, const Optimizer *o, const Update *updates, int num_updates,
+                    float drift, float damping, int64_t n) {
+    float coupled = o->decoupled ? 0 : o->weight_decay;
+    for (int64_t start = 0; start < n; start += STRIP) {
+        int64_t m = n - start < STRIP ? n - start : STRIP;
+        float a[STRIP], mean[STRIP], square[STRIP], assumed[STRIP], here[STRIP], total[STRIP];
+        const float *from = load(a, base, base_kind, start, m);
+        memcpy(here, from, (size_t)m * sizeof *here);
+        memset(total, 0, (size_t)m * sizeof *total);
+        memset(mean, 0, (size_t)m * sizeof *mean);
+        if (first) memmove(mean, load(mean, first, first_kind, start, m), (size_t)m * sizeof *mean);
+        if (o->kind == ADAM) memmove(square, load(square, second, second_kind, start, m), (size_t)m * sizeof *square);
+        for (int64_t i = 0; i < m; i++) assumed[i] = drift * mean[i];
+        for (int k = 0; k < num_updates; k++) {
+            const Update u = updates[k];
+            float decay = o->decoupled ? u.lr * o->weight_decay : 0;
+            if (o->kind == ADAM) {
+                for (int64_t i = 0; i < m; i++) {
+                    float gradient = assumed[i] + coupled * here[i];
+                    mean[i] = mean[i] * o->beta1 + gradient * (1 - o->beta1);
+                    square[i] = square[i] * o->beta2 + gradient * gradient * (1 - o->beta2);
+                    float scaled = sqrtf(square[i] * u.inverse_correction) + o->eps;
+                    float moved = -u.scaled_lr * (mean[i] / scaled) - decay * here[i];
+                    here[i] += moved;
+                    total[i] += u.share * moved;
+                }
+            } else {
+                for (int64_t i = 0; i < m; i++) {
+                    float gradient = assumed[i] + coupled * here[i];
+                    float kept = o->beta1 != 0 ? mean[i] * o->beta1 + gradient * o->undampened : gradient;
+                    float moved = -u.lr * (o->nesterov ? gradient + o->beta1 * kept : kept);
+                    mean[i] = kept;
+                    here[i] += moved;
+                    total[i] += u.share * moved;
+                }
+            }
+        }
+        for (int64_t i = 0; i < m; i++) total[i] = from[i] + damping * total[i];
+        store(out, 0, out_kind, total, start, m);
+    }
 }
 
 /* to = base + sum_k factors[k] * rows[k], for up to BESIDE rows. */
@@ -143,9 +229,6 @@ void farl_combine(void *out, int out_kind, const void *base, int base_kind, cons
             from = to;
             k += count;
         }
-        if (out_kind == BFLOAT16) {
-            uint16_t *x = (uint16_t *)out + start;
-            for (int64_t i = 0; i < m; i++) x[i] = narrow(sum[i]);
-        }
+        if (out_kind != FLOAT32) store(out, 0, out_kind, sum, start, m);
     }
 }

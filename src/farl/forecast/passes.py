@@ -16,6 +16,8 @@ from torch import Tensor
 from farl.errors import ConfigError
 from farl.forecast import native
 from farl.forecast.history import Ring, pieces
+from farl.forecast.moments import Moments, last_displacement
+from farl.forecast.moments import run_ahead as run_piece_ahead
 
 Kernels = Literal["auto", "torch", "native", "inductor"]
 """What `ForecastConfig.kernels` may be."""
@@ -50,12 +52,52 @@ def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor, kernels: Kerne
     return energy
 
 
+def tell(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments | None, kernels: Kernels) -> Tensor | float:
+    """Stores the displacement that the optimizer's state tells, none where it has no state; returns its squared norm.
+
+    Reads both moments, and the leaf where weights decay, and writes the row.
+    """
+    if moments is not None and _is_native(kernels, ring, leaf_N) and _are_readable(moments):
+        return native.tell(ring, slot, leaf_N, moments)
+    energy = torch.zeros((), dtype=torch.float64, device=leaf_N.device)
+    for part in pieces(leaf_N):
+        here_n = leaf_N[part].float()
+        moved_n = torch.zeros_like(here_n) if moments is None else last_displacement(moments, here_n, part)
+        ring.store(slot, part.start, moved_n)
+        energy += torch.dot(moved_n, moved_n)
+    return energy
+
+
+def run_ahead(
+    moments: Moments,
+    base_N: Tensor,
+    out_N: Tensor,
+    *,
+    shares: Sequence[float],
+    assumed: float,
+    lrs: Sequence[float],
+    damping: float,
+    kernels: Kernels,
+) -> None:
+    """Writes `base + damping * (what the optimizer's recursion adds)` to `out`; see `moments.run_ahead`.
+
+    Reads the base and both moments, writes the result.
+    """
+    if _can_be_native(kernels, base_N, out_N) and _are_readable(moments):
+        native.run_ahead(moments, base_N, out_N, shares=shares, assumed=assumed, lrs=lrs, damping=damping)
+        return
+    for part in pieces(base_N):
+        here_n = base_N[part].float()
+        moved_n = run_piece_ahead(moments, here_n, part, shares=shares, assumed=assumed, lrs=lrs)
+        out_N[part] = here_n.add(moved_n, alpha=damping)
+
+
 def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int, float]], kernels: Kernels) -> None:
     """Writes `base + sum_i factor_i * row_i` to `out`, summed in fp32 and cast last.
 
     Reads the base and the rows named, writes the result.
     """
-    if _is_native(kernels, ring, base_N) and native.can_read(out_N):
+    if ring.values_CN.device.type == "cpu" and _can_be_native(kernels, base_N, out_N):
         native.combine(ring, base_N, out_N, terms)
         return
     factors = torch.tensor([a for _, a in terms], device=base_N.device)
@@ -73,8 +115,16 @@ def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int
 
 
 def _is_native(kernels: Kernels, ring: Ring, leaf_N: Tensor) -> bool:
-    wanted = kernels in ("auto", "native") and ring.values_CN.device.type == "cpu" and native.can_read(leaf_N)
+    return ring.values_CN.device.type == "cpu" and _can_be_native(kernels, leaf_N)
+
+
+def _can_be_native(kernels: Kernels, *tensors: Tensor | None) -> bool:
+    wanted = kernels in ("auto", "native") and all(native.can_read(t) for t in tensors)
     return wanted and native.library() is not None
+
+
+def _are_readable(moments: Moments) -> bool:
+    return native.can_read(moments.first_N) and native.can_read(moments.second_N)
 
 
 def _is_inductor(kernels: Kernels, ring: Ring, leaf_N: Tensor) -> bool:

@@ -6,15 +6,15 @@ temporary is larger than a chunk. N entries of a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from farl.errors import StateError
 from farl.forecast.history import pieces
-from farl.forecast.moments import Moments, last_displacement, run_ahead
-from farl.forecast.passes import combine
+from farl.forecast.moments import Moments, last_displacement
+from farl.forecast.passes import combine, run_ahead
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.state import ForecastState
 
@@ -134,47 +134,38 @@ def _combine(
         yield name, out_N
 
 
-Added = Callable[[str, slice, Tensor], Tensor]
-"""`(name, part, here_n)`: what is added to the fp32 weights of one piece."""
-
-
-def _add(
-    state: ForecastState, bases: Leaves, dtype: torch.dtype, names: Container[str], factor: float, added: Added
+def _undo(
+    state: ForecastState, num_updates: int, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """`base + factor * added` of each leaf among `names`; the others as they are."""
+    """The weights before the last step, or as they are for 0 updates."""
     for name in state.sizes:
         base_N = bases[name]
         out_N = torch.empty_like(base_N, dtype=dtype)
         for part in pieces(base_N):
             here_n = base_N[part].float()
-            out_N[part] = here_n.add(added(name, part, here_n), alpha=factor) if name in names else here_n
+            known = num_updates and name in moments
+            out_N[part] = here_n - last_displacement(moments[name], here_n, part) if known else here_n
         yield name, out_N
-
-
-def _undo(
-    state: ForecastState, num_updates: int, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """The weights before the last step, or as they are for 0 updates."""
-
-    def last(name: str, part: slice, here_n: Tensor) -> Tensor:
-        return last_displacement(moments[name], here_n, part)
-
-    yield from _add(state, bases, dtype, moments if num_updates else (), -1.0, last)
 
 
 def _run_ahead(
     state: ForecastState, forecast: ForecastPlan, bases: Leaves, moments: Mapping[str, Moments], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights after the coming updates by the optimizer's own recursion, damped."""
-
-    def ahead(name: str, part: slice, here_n: Tensor) -> Tensor:
-        return run_ahead(
-            moments[name],
-            here_n,
-            part,
-            shares=forecast.shares,
-            assumed=state.config.assumed_gradient,
-            lrs=forecast.coming_lrs,
-        )
-
-    yield from _add(state, bases, dtype, moments, forecast.damping, ahead)
+    """The weights after the coming updates by the optimizer's own recursion, damped; without state as they are."""
+    for name in state.sizes:
+        base_N = bases[name]
+        out_N = torch.empty_like(base_N, dtype=dtype)
+        if name in moments:
+            run_ahead(
+                moments[name],
+                base_N,
+                out_N,
+                shares=forecast.shares,
+                assumed=state.config.assumed_gradient,
+                lrs=forecast.coming_lrs,
+                damping=forecast.damping,
+                kernels=state.config.kernels,
+            )
+        else:
+            out_N.copy_(base_N)
+        yield name, out_N
