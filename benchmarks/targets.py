@@ -113,7 +113,11 @@ def measure(recipe: str, setting: Setting, updates: int, seed: int) -> dict:
         run(apply_overrides(load_recipe(recipe), overrides), folder, setting.stop_at)
         took = time.perf_counter() - begin
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lagged = [m for m in lines if m.get("lag/fresh_versions", 0) > 0 and math.isfinite(m["policy/kl_stale_nats"])]
+    lagged = [
+        m
+        for m in lines
+        if m.get("lag/fresh_versions", 0) > 0 and math.isfinite(m.get("policy/kl_stale_nats", math.nan))
+    ]
     return {
         "setting": setting.name,
         "seed": seed,

@@ -152,7 +152,7 @@ def test_probes_without_tokens_or_drift_bring_no_evidence(sent):
 def test_a_hold_keeps_the_forecast_as_a_shadow_for_its_horizon_alone():
     state, _ = follow(polynomial_path(0, 12), settings(bank=("copy",), max_horizon=2))
     held = replace(state, evidence={1: PolicyEvidence(held=True, retry_at=99, closed_at=7)})
-    assert plan(held, 1).held == "policy-space evidence since version 7"
+    assert plan(held, 1).held == "policy-space evidence, since version 7"
     assert plan(held, 1).shadow == {ALL: (1.0,)}
     assert not plan(held, 1).moves
     assert plan(held, 2).moves, "another horizon has its own gate"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from farl.errors import ConfigError, ShapeError, StateError
 from farl.forecast import ForecastPlan, GramBand, history, init, observe, plan, record, rewind, stream
 from farl.forecast.plan import ALL
-from farl.forecast.state import EUCLIDEAN, extend
+from farl.forecast.state import EUCLIDEAN
 
 from .paths import dense, follow, leaves_of, momentum_path, settings
 
@@ -239,23 +239,6 @@ def test_known_learning_rates_scale_what_is_forecast():
         for coming, ahead in (((4.0, 1.0), 5.0), ((4.0,), 8.0), ((), 0.5)):
             forecast = dense(state, plan(state, 2, coming_lrs=coming))
             assert torch.allclose(forecast, point + ahead * drift, atol=1e-5), (rule, coming)
-
-
-def test_a_leaf_that_comes_later_counts_as_not_having_moved():
-    path = momentum_path(12, size=11)
-    config = settings(rule="least_squares", lags=2)
-    state, _ = follow(path[:7, :9], config)
-    state = extend(state, [("c", path[6, 9:])], order=["a", "b", "c"])
-    for point in path[7:]:
-        state, _ = observe(state, [*leaves_of(point[:9]), ("c", point[9:])])
-    forecast = plan(state, 1)
-    moves = path.diff(dim=0)
-    expected = path[-1] + sum(a * moves[-k] for k, a in enumerate(forecast.coefficients, start=1))
-    assert torch.allclose(dense(state, forecast), expected, atol=1e-5)
-    late = moves.clone()
-    late[:6, 9:] = 0
-    for i in range(6, 12):
-        assert state.gram.inner(i + 1, i) == pytest.approx(float(late[i] @ late[i - 1]), rel=1e-4, abs=1e-5)
 
 
 def test_a_shadow_is_what_a_held_plan_would_have_sent():

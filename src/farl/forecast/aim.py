@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from numbers import Real
 
 from farl.errors import ConfigError
 
@@ -59,14 +60,28 @@ def aim_of(horizon: Horizon | Aim) -> Aim:
         return horizon
     points = horizon if isinstance(horizon, Mapping) else {horizon: 1.0}
     for h, p in points.items():
-        if isinstance(h, bool) or not isinstance(h, int | float) or not 0 <= h < math.inf:
+        if isinstance(h, bool) or not isinstance(h, Real) or not 0 <= h < math.inf:
             raise ConfigError(f"horizon={h!r}: must be a number of updates, 0 or more; 0 means exact weights")
-        if not isinstance(p, int | float) or not 0 <= p < math.inf:
+        if not isinstance(p, Real) or not 0 <= p < math.inf:
             raise ConfigError(f"horizon={dict(points)!r}: the share of {h} is {p!r}; shares must be 0 or more")
     total = sum(points.values())
     if not total > 0:
         raise ConfigError(f"horizon={dict(points)!r}: no share is above 0; give at least one lag a positive share")
-    return Aim(tuple(sorted((h, p / total) for h, p in points.items() if p > 0)))
+    return Aim(tuple(sorted((_plain(h), float(p / total)) for h, p in points.items() if p > 0)))
+
+
+def _plain(number: float) -> float:
+    """A number of any library as int or float, which JSON knows."""
+    value = float(number)
+    return int(value) if value == int(value) else value
+
+
+def horizon_key(horizon: float) -> float:
+    """A horizon to the nearest half update, what evidence and scores are kept by.
+
+    So a lag that differs from dispatch to dispatch adds to the same few records.
+    """
+    return _plain(max(round(2 * horizon) / 2, 0.5))
 
 
 @cache

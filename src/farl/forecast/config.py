@@ -5,6 +5,7 @@ Which rules exist is the table in `rules`; what a setting does to the coefficien
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -94,7 +95,7 @@ class ForecastConfig:
         for name in ("damping", "min_damping", "assumed_gradient"):
             _require_between(name, getattr(self, name), 0.0, 1.0)
         for name in ("ridge", "hysteresis", "cold_updates"):
-            _require_between(name, getattr(self, name), 0.0, float("inf"))
+            _require_between(name, getattr(self, name), 0.0, sys.float_info.max)
         for name, kind in (
             ("consistency", Consistency),
             ("metric", Metric),
@@ -132,9 +133,10 @@ def _require_integers(config: ForecastConfig, names: Sequence[str], *, minimum: 
 
 
 def _require_between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
-    if not low <= value <= high or (open_low and value == low):
+    if not isinstance(value, int | float) or not low <= value <= high or (open_low and value == low):
         bracket = "(" if open_low else "["
-        raise ConfigError(f"{name}={value!r}: must be in {bracket}{low}, {high}]")
+        limits = f"{low} or more" if high == sys.float_info.max else f"in {bracket}{low}, {high}]"
+        raise ConfigError(f"{name}={value!r}: must be {limits}")
 
 
 def _require_one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

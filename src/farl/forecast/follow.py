@@ -18,6 +18,7 @@ from farl.forecast.masters import Masters, find_master, warn_of_half_precision
 from farl.forecast.moments import Moments, read_moments, refuse_amsgrad, understands
 from farl.forecast.sample import Reduce
 from farl.forecast.sharded import layout, local
+from farl.forecast.steps import Rates
 
 log = logging.getLogger("farl.forecast")
 
@@ -27,8 +28,9 @@ class Followed:
     """The trained leaves of a model.
 
     Attributes:
-        tracked: parameters by name.
-        masters: the full-precision tensor of each, the parameter itself where it has no other.
+        tracked: parameters by name, tied ones by their first.
+        aliases: first name of every further name of a tied parameter.
+        given: the user's masters, as `find_master` takes them.
         optimizers: that update them.
         replicas: ranks that hold the same copy of a leaf, where it is not 1.
         reduce: adds over ranks; None where nothing is sharded.
@@ -37,12 +39,26 @@ class Followed:
     """
 
     tracked: Mapping[str, Tensor]
-    masters: Mapping[str, Tensor]
+    aliases: Mapping[str, str]
+    given: Masters | None
     optimizers: list[torch.optim.Optimizer]
     replicas: Mapping[str, int]
     reduce: Reduce | None
     adapters: tuple[Adapter, ...] = ()
     parameters: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """The full-precision tensor of each parameter now, itself where it has no other.
+
+        Looked up anew each time: optimizers make masters at their first step, and replace them when they are loaded.
+        """
+        products_of = {adapter.weight for adapter in self.adapters}
+        return {
+            name: find_master(name, parameter, self.optimizers, self.given)
+            for name, parameter in self.tracked.items()
+            if name not in products_of
+        }
 
     def leaves(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's shard of every full-precision leaf; for adapters what they add to a weight."""
@@ -68,23 +84,60 @@ class Followed:
         found = {n: m.grad if m.grad is not None else self.tracked[n].grad for n, m in self.masters.items()}
         return {name: local(gradient) for name, gradient in found.items() if gradient is not None}
 
-    def moments(self) -> dict[str, Moments]:
-        """Optimizer state of every leaf that has one, this rank's shards."""
+    def moments(self, rates: Rates) -> dict[str, Moments]:
+        """Optimizer state of every leaf that has one, this rank's shards, with the learning rates of the last step."""
         found: dict[str, Moments] = {}
-        names = {id(t): name for tensors in (self.tracked, self.masters) for name, t in tensors.items()}
-        for optimizer in self.optimizers:
+        names = self._names()
+        for optimizer, lrs in zip(self.optimizers, rates, strict=True):
             if not understands(optimizer):
                 continue
-            for group in optimizer.param_groups:
+            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 for parameter in group["params"]:
                     moments = read_moments(optimizer, group, parameter) if id(parameter) in names else None
                     if moments is not None:
-                        found[names[id(parameter)]] = _local_moments(moments)
+                        found[names[id(parameter)]] = _local_moments(replace(moments, lr=lr))
         return found
+
+    def rate(self, rates: Rates) -> float:
+        """One learning rate for the update: the mean over followed weights, so that a group at rate 0 hides nothing."""
+        names, total, count = self._names(), 0.0, 0
+        for optimizer, lrs in zip(self.optimizers, rates, strict=True):
+            for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                size = sum(p.numel() for p in group["params"] if id(p) in names)
+                total, count = total + lr * size, count + size
+        if count:
+            return total / count
+        return next((lr for lrs in rates for lr in lrs if lr > 0), 0.0)  # of adapters, whose factors are not followed
+
+    def idle(self, moments: Mapping[str, Moments], steps: Mapping[str, int]) -> frozenset[str]:
+        """Leaves that the optimizer passed over in its last step, for want of a gradient.
+
+        Args:
+            moments: after the step.
+            steps: step counts of the leaves before it.
+
+        Raises:
+            StateError: if that cannot be told, since gradients have been cleared.
+        """
+        gradients = self.gradients()
+        counted = {name for name, m in moments.items() if m.kind == "adam"}
+        if len(counted) < len(moments) and not gradients:
+            raise StateError(
+                "observe(): no gradient is left to tell which weights SGD moved; call observe() before zero_grad()"
+            )
+        return frozenset(
+            name
+            for name, m in moments.items()
+            if (m.step == steps.get(name) if name in counted else name not in gradients)
+        )
+
+    def _names(self) -> dict[int, str]:
+        """Leaves by the identity of every tensor that stands for them."""
+        return {id(t): name for tensors in (self.tracked, self.masters) for name, t in tensors.items()}
 
     def require_complete(self) -> None:
         """Raises `StateError` if the optimizers own a parameter that is not followed."""
-        known = {id(t) for tensors in (self.tracked, self.masters) for t in tensors.values()}
+        known = set(self._names())
         known |= {id(self.parameters[name]) for name in self.factors}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -120,10 +173,19 @@ def follow(
         ConfigError: if there is none.
     """
     factors = {name for adapter in adapters for name in (adapter.a, adapter.b)}
+    weights = _product_weights(parameters, adapters)
     owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-    tracked, full = {}, {}
+    tracked: dict[str, Tensor] = {}
+    full: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[int, str] = {}
     for name, parameter in parameters.items():
         if not parameter.is_floating_point() or name in factors:
+            continue
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            if first in tracked:
+                aliases[name] = first
             continue
         master = find_master(name, parameter, optimizers, masters)
         if (id(parameter) in owned or id(master) in owned) and (parameter.requires_grad or master.requires_grad):
@@ -132,16 +194,33 @@ def follow(
         raise ConfigError("optimizer: owns none of the named parameters; pass those that it updates")
     warn_of_half_precision(full)
     replicas, reduce = layout(full)
-    weights = {adapter.weight: parameters[adapter.weight] for adapter in adapters}
+    both = sorted(weights.keys() & tracked.keys())
+    if both:
+        raise ConfigError(
+            f"lora_products: {both[0]!r} is trained itself beside its adapter; freeze it, or forecast the factors"
+        )
     return Followed(
         tracked=weights | tracked,
-        masters=full,
+        aliases=aliases,
+        given=masters,
         optimizers=optimizers,
         replicas=replicas,
         reduce=reduce,
         adapters=tuple(adapters),
         parameters=parameters,
     )
+
+
+def _product_weights(parameters: Mapping[str, Tensor], adapters: Sequence[Adapter]) -> dict[str, Tensor]:
+    """The weights that adapters add to, which the parameters must name as the adapters do."""
+    for adapter in adapters:
+        missing = [name for name in (adapter.weight, adapter.a, adapter.b) if name not in parameters]
+        if missing:
+            raise ConfigError(
+                f"lora_products: no parameter is named {missing[0]!r}; pass named_parameters() of the very model that "
+                "lora_products names"
+            )
+    return {adapter.weight: parameters[adapter.weight] for adapter in adapters}
 
 
 def settle_config(
@@ -160,11 +239,17 @@ def settle_config(
     """
     if config is not None and settings:
         raise ConfigError(f"settings={sorted(settings)}: give config or keywords, not both")
+    reach = aim_of(horizon).reach
     if config is None:
         try:
-            config = ForecastConfig(**{"max_horizon": max(aim_of(horizon).reach, 1), **settings})
+            config = ForecastConfig(**{"max_horizon": max(reach, 1), **settings})
         except TypeError as error:
             raise ConfigError(f"settings: {error}; see farl.forecast.ForecastConfig") from error
+    if reach > config.max_horizon:
+        raise ConfigError(
+            f"horizon={horizon!r}: must be from 0 to max_horizon={config.max_horizon} updates; raise max_horizon to "
+            "look further"
+        )
     closed_form = config.rule == "moments" or config.source == "optimizer"
     if not closed_form:
         return config

@@ -8,6 +8,7 @@ for name, weight in forecaster.weights(dtype=torch.bfloat16): send(name, weight)
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,13 +25,15 @@ from farl.forecast.config import ForecastConfig
 from farl.forecast.follow import follow, settle_config
 from farl.forecast.gate import weigh_probe
 from farl.forecast.lora import find_adapters
-from farl.forecast.masters import Masters
+from farl.forecast.masters import HALF, Masters
 from farl.forecast.moments import Moments
-from farl.forecast.observe import Observation, observe
+from farl.forecast.observe import Observation, observe, require_unmoved
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.planning import evidence_of, plan
+from farl.forecast.sample import Reduce
 from farl.forecast.sharded import exchange, full, like, reshard
-from farl.forecast.state import ForecastState, extend, init, record, unsharded
+from farl.forecast.state import ForecastState, init, record, unsharded
+from farl.forecast.steps import StepCounter
 from farl.forecast.stream import rewind, stream
 
 log = logging.getLogger("farl.forecast")
@@ -82,12 +85,10 @@ class Forecaster:
         self._masters = masters
         self._parameters = dict(named_parameters)
         self._followed = follow(self._parameters, optimizers, masters, self._adapters)
-        self._reduce = self._followed.reduce or unsharded
         self._state = self._start(config, version)
-        self._num_steps = [0] * len(optimizers)
-        self._lr = 1.0
-        for i, one in enumerate(optimizers):
-            one.register_step_post_hook(self._count_step(i))
+        self._steps = StepCounter(optimizers)
+        self._leaf_steps = self._count_leaf_steps()
+        self._own_masters = self._masterless()
         self._last: Observation | None = None
         self._last_plan: ForecastPlan | None = None
         self._num_holds: Counter[str] = Counter()
@@ -96,17 +97,32 @@ class Forecaster:
         followed = self._followed
         return init(followed.leaves(), config, version=version, replicas=followed.replicas, reduce=self._reduce)
 
+    def _restart(self, version: int) -> None:
+        """History begins anew at present weights; what was learnt about the policy stays."""
+        fresh = self._start(self.config, version)
+        self._state = replace(fresh, evidence=self._state.evidence, num_nonfinite=self._state.num_nonfinite)
+        self._leaf_steps = self._count_leaf_steps()
+        self._own_masters = self._masterless()
+
+    @property
+    def _reduce(self) -> Reduce:
+        return self._followed.reduce or unsharded
+
+    def _moments(self) -> dict[str, Moments]:
+        return self._followed.moments(self._steps.rates)
+
     def _streamed_moments(self) -> dict[str, Moments]:
         """Optimizer state for the rule that streams from it; others have read what they need when they observed."""
-        return self._followed.moments() if self.config.rule == "moments" else {}
+        return self._moments() if self.config.rule == "moments" else {}
 
-    def _count_step(self, i: int) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            self._num_steps[i] += 1
-            if i == 0:
-                self._lr = float(optimizer.param_groups[0]["lr"])
+    def _count_leaf_steps(self) -> dict[str, int]:
+        return {name: m.step for name, m in self._moments().items()}
 
-        return hook
+    def _masterless(self) -> frozenset[str]:
+        """Half-precision leaves that are followed themselves."""
+        masters = self._followed.masters
+        tracked = self._followed.tracked
+        return frozenset(n for n, m in masters.items() if m is tracked[n] and m.dtype in HALF)
 
     @property
     def state(self) -> ForecastState:
@@ -144,51 +160,59 @@ class Forecaster:
         return not self._state.previous
 
     def add(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Follows parameters that came later: of a new module, or unfrozen and given to the optimizer.
+        """Follows parameters that came later: of a new module, unfrozen and given to the optimizer, or replaced.
+
+        Where that changes what is followed, history begins anew: forecasts are held for one update.
 
         Args:
-            named_parameters: new ones, or all; those known already are left alone.
+            named_parameters: new ones, or all; a name that is known stands for what it names now.
         """
-        self._parameters |= {n: p for n, p in named_parameters if n not in self._parameters}
-        before = set(self._followed.tracked)
+        self._parameters |= dict(named_parameters)
+        before = {name: id(p) for name, p in self._followed.tracked.items()}
         self._followed = follow(self._parameters, self._followed.optimizers, self._masters, self._adapters)
-        new = [(n, leaf) for n, leaf in self._followed.leaves() if n not in before]
-        self._state = extend(self._state, new, order=list(self._followed.tracked), replicas=self._followed.replicas)
+        self._steps = StepCounter(self._followed.optimizers)  # they may have new groups
+        if before != {name: id(p) for name, p in self._followed.tracked.items()}:
+            self._restart(self.version)
 
     def observe(self, *, allow_skip: bool = False) -> Observation | None:
         """Takes in the weights after `optimizer.step()`; call it once for each step, before gradients are cleared.
 
         Args:
-            allow_skip: return None when the optimizer has not stepped (a loss scaler backed off), instead of
-                raising. A skipped update is not a displacement and makes no version.
+            allow_skip: return None when no optimizer has stepped (a loss scaler backed off), instead of raising. A
+                skipped update is not a displacement and makes no version.
 
         Returns:
             The observation, with the prequential score of every forecast that aimed here.
 
         Raises:
-            StateError: if the optimizer has stepped more than once, or not at all, since the last call; or if it owns
-                parameters that the forecaster does not know.
+            StateError: if the optimizer has stepped more than once, or not at all, since the last call; if the weights
+                moved without it; or if it owns parameters that the forecaster does not know.
         """
-        if not any(self._num_steps) and allow_skip:
+        if allow_skip and not self._steps.any:
+            require_unmoved(self._state, self._followed.leaves(), reduce=self._reduce)
             return None
-        if any(count != 1 for count in self._num_steps):
-            made = " and ".join(str(count) for count in self._num_steps)
-            raise StateError(
-                f"observe(): the optimizer made {made} steps since the last call, exactly 1 is needed; "
-                "call observe() after every step, with allow_skip=True where a step may be skipped; after "
-                "replacing the optimizer make a new Forecaster"
-            )
+        self._steps.require_one(allow_skip=allow_skip)
         self._followed.require_complete()
+        if any(self._followed.masters[name] is not self._followed.tracked[name] for name in self._own_masters):
+            log.info("version %d: the optimizer has made fp32 masters; history begins with them", self.version + 1)
+            self._steps.clear()
+            self._restart(self.version + 1)
+            self._last = Observation(version=self.version, displacement=math.nan, finite=True, scored=())
+            return self._last
+        moments = self._moments()
+        tells = self.config.source == "optimizer" and self.config.rule != "moments"
         needs_gradients = self.config.metric != "euclidean" and not self._followed.keeps_curvature
         self._state, self._last = observe(
             self._state,
             self._followed.leaves(),
-            moments=self._followed.moments(),
+            moments=moments,
+            idle=self._followed.idle(moments, self._leaf_steps) if tells else (),
             gradients=self._followed.gradients() if needs_gradients else None,
-            lr=self._lr,
+            lr=self._followed.rate(self._steps.rates),
             reduce=self._reduce,
         )
-        self._num_steps = [0] * len(self._num_steps)
+        self._leaf_steps = {name: m.step for name, m in moments.items()}
+        self._steps.clear()
         if not self._last.finite:
             log.warning("version %d: displacement is not finite; history cleared, forecasts held", self.version)
         return self._last
@@ -196,8 +220,10 @@ class Forecaster:
     def plan(self, horizon: Horizon | None = None) -> ForecastPlan:
         """The forecast that `weights` would ship; nothing is recorded."""
         coming: list[float] = []
-        if self._lr_schedule is not None:
-            coming = [self._lr_schedule(self.version + i) for i in range(self.config.max_horizon)]
+        last = self._steps.rates[0][0]
+        if self._lr_schedule is not None and last > 0:
+            scale = self._followed.rate(self._steps.rates) / last  # the schedule is of the first group
+            coming = [scale * self._lr_schedule(self.version + i) for i in range(self.config.max_horizon)]
         return plan(self._state, self.horizon if horizon is None else horizon, coming_lrs=coming)
 
     def ship(self, plan: ForecastPlan) -> None:
@@ -244,8 +270,13 @@ class Forecaster:
         reaches = self.version - plan.base_version <= self._state.num_rewindable
         return reaches and plan.horizon > 0 and (plan.moves or any(plan.shadow.values()))
 
-    def probe_weights(self, plan: ForecastPlan) -> Iterator[tuple[str, Tensor]]:
-        """What to compare a batch with: stale weights if its plan moved, the kept-back forecast if it was held."""
+    def probe_weights(self, plan: ForecastPlan, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """What to compare a batch with: stale weights if its plan moved, the kept-back forecast if it was held.
+
+        Args:
+            plan: that drew the batch.
+            dtype: the wire's, so that what was not sent is rounded as what was sent; None where nothing is rounded.
+        """
         back = self.version - plan.base_version
         leaves = rewind(
             self._state,
@@ -253,21 +284,27 @@ class Forecaster:
             self._followed.leaves(),
             moments=self._streamed_moments(),
             then=plan if plan.held else None,
+            dtype=dtype,
         )
-        return self._beside_adapters(self._with_frozen(leaves, None, False))
+        return self._beside_adapters(self._with_frozen(leaves, dtype, False))
 
     def _with_frozen(
         self, leaves: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, gather: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in its order: forecast, or as it is; merged weights in place of adapters."""
         forecast = self._by_parameter(leaves)
-        factors = self._followed.factors
+        factors, aliases = self._followed.factors, self._followed.aliases
+        tied: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if name in factors:
                 continue
             if name in self._followed.tracked:
                 key, weight = next(forecast)
                 assert key == name
+                if name in aliases.values():
+                    tied[name] = weight
+            elif name in aliases:
+                weight = tied[aliases[name]]
             else:
                 kept = parameter.dtype if not parameter.is_floating_point() else dtype or parameter.dtype
                 weight = parameter.detach().to(kept)
@@ -312,7 +349,7 @@ class Forecaster:
                 kept[name] = exchange(self._parameters[name], weight)
             yield
         finally:
-            for name, weight in kept.items():
+            for name, weight in reversed(kept.items()):  # a tied parameter was exchanged twice
                 exchange(self._parameters[name], weight)
             reshard(module)
 
@@ -327,6 +364,9 @@ class Forecaster:
     ) -> None:
         """Feeds policy-space evidence of trajectories that a plan drew; see `farl.forecast.gate`.
 
+        What the sampler's engine and the learner's make of the same weights should agree well beyond the KL from lag;
+        where it does not, give the log-probs of both forecasts and stale weights from one engine.
+
         Args:
             plan: the plan whose weights drew them, with `can_probe`.
             logp_learner_BT: nats of the sampled tokens under the learner at consumption.
@@ -336,7 +376,7 @@ class Forecaster:
         """
         sent = plan.moves
         evidence = weigh_probe(
-            evidence_of(self._state, plan.horizon),
+            evidence_of(self._state, plan.key),
             version=self.version,
             logp_learner_BT=logp_learner_BT,
             logp_forecast_BT=logp_behaviour_BT if sent else logp_probe_BT,
@@ -346,7 +386,7 @@ class Forecaster:
             sent=sent,
             config=self.config,
         )
-        self._state = replace(self._state, evidence={**self._state.evidence, plan.horizon: evidence})
+        self._state = replace(self._state, evidence={**self._state.evidence, plan.key: evidence})
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to forecast as this one would.
@@ -354,8 +394,15 @@ class Forecaster:
         Returns:
             `{"tensors": {name: tensor}, "record": JSON types}`. The last weights are not in it: load the model and the
             optimizer before the forecaster.
+
+        Raises:
+            StateError: between a step and its `observe`, whose displacement would be lost.
         """
-        return saving.to_dict(self._state, num_holds=dict(self._num_holds), leaves=self._followed.leaves())
+        if self._steps.any:
+            raise StateError("state_dict(): the optimizer has stepped since the last observe(); call observe() first")
+        saved = saving.to_dict(self._state, num_holds=dict(self._num_holds), leaves=self._followed.leaves())
+        saved["record"]["rates"] = [list(lrs) for lrs in self._steps.rates]
+        return saved
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model must already hold the weights it was saved with.
@@ -363,8 +410,11 @@ class Forecaster:
         Raises:
             StateError: if leaves, shapes or the weights do not fit the saved state.
         """
-        version = int(saved["record"]["version"])
+        version = saving.version_of(saved)
         fresh = self._start(self.config, version)
         self._state = saving.from_dict(saved, fresh, leaves=self._followed.leaves())
         self._num_holds = Counter(saved["record"]["num_holds"])
-        self._num_steps = [0] * len(self._num_steps)
+        self._steps.clear()
+        self._steps.rates = [tuple(lrs) for lrs in saved["record"]["rates"]]
+        self._leaf_steps = self._count_leaf_steps()
+        self._own_masters = self._masterless()

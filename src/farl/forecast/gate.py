@@ -11,6 +11,7 @@ looks at the one that would have been sent, so that opening again costs no risk.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -30,6 +31,10 @@ _MAX_FACTOR = 2.0
 _MAX_DOUBLINGS = 4
 
 
+_FRESH: Mapping[str, Any] = {"gain": 0.0, "squared_gain": 0.0, "kl_stale": 0.0, "num_probes": 0, "num_trials": 0}
+"""What is counted since the gate last opened or closed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyEvidence:
     """Discounted policy-space evidence about the forecasts of one horizon.
@@ -46,6 +51,7 @@ class PolicyEvidence:
         squared_gain: the same sum of its squares, with the discount squared: the variance of `gain`.
         kl_stale: discounted KL of stale weights over the same probes, nats.
         num_probes: probes since the gate last opened or closed.
+        num_trials: how many of them were of forecasts sent on trial while the gate was closed.
         held: whether forecasts are held.
         retry_at: version at which a held gate opens on trial if no shadow was ever probed.
         closed_at: version at which the gate last closed.
@@ -60,6 +66,7 @@ class PolicyEvidence:
     squared_gain: float = 0.0
     kl_stale: float = 0.0
     num_probes: int = 0
+    num_trials: int = 0
     held: bool = False
     retry_at: int = 0
     closed_at: int = 0
@@ -106,7 +113,7 @@ def weigh_probe(
         logp_learner_BT: nats of the sampled tokens under the learner.
         logp_forecast_BT: nats under the forecast that was sent, or under the shadow of a held one.
         logp_stale_BT: nats under the weights of dispatch time.
-        mask_BT: bool, True on sampled tokens.
+        mask_BT: bool, True on sampled tokens; those without a finite log-prob under all three are left out.
         damping: factor the forecast has in it, above 0; 1 for a shadow.
         sent: False for a shadow.
         config: forgetting, `min_damping`, `retry_updates`, hysteresis.
@@ -114,7 +121,9 @@ def weigh_probe(
     Returns:
         The new evidence.
     """
-    stale_BT = logp_stale_BT.detach().double()
+    for logp_BT in (logp_learner_BT, logp_forecast_BT, logp_stale_BT):
+        mask_BT = mask_BT & torch.isfinite(logp_BT)
+    stale_BT = logp_stale_BT.detach().double().masked_fill(~mask_BT, 0.0)
     drift_BT = torch.where(mask_BT, logp_learner_BT.detach().double() - stale_BT, 0.0)
     move_BT = torch.where(mask_BT, logp_forecast_BT.detach().double() - stale_BT, 0.0) / damping
     drift_energy, move_energy = float(drift_BT.square().sum()), float(move_BT.square().sum())
@@ -122,8 +131,9 @@ def weigh_probe(
         return evidence
     keep = config.forgetting
     factor = damping if sent else evidence.factor
-    forecast = policy_distance(logp_learner_BT, stale_BT + factor * move_BT, mask_BT)
-    stale = policy_distance(logp_learner_BT, stale_BT, mask_BT)
+    learner_BT = stale_BT + drift_BT
+    forecast = policy_distance(learner_BT, stale_BT + factor * move_BT, mask_BT)
+    stale = policy_distance(learner_BT, stale_BT, mask_BT)
     evidence = replace(
         evidence,
         drift=keep * evidence.drift + drift_energy,
@@ -140,6 +150,7 @@ def weigh_probe(
         squared_gain=keep**2 * evidence.squared_gain + gain**2,
         kl_stale=keep * evidence.kl_stale + stale.kl_nats,
         num_probes=evidence.num_probes + 1,
+        num_trials=evidence.num_trials + (evidence.held and sent),
     )
     if evidence.held:
         return _opened(evidence, version, sent, config)
@@ -164,7 +175,7 @@ def _opened(evidence: PolicyEvidence, version: int, sent: bool, config: Forecast
         return evidence
     pays = evidence.gain > max(math.sqrt(evidence.squared_gain), config.hysteresis * evidence.kl_stale)
     if pays and evidence.factor >= 2 * config.min_damping:
-        return replace(evidence, held=False, gain=0.0, squared_gain=0.0, kl_stale=0.0, num_probes=0)
+        return replace(evidence, held=False, **_FRESH)
     return _pause(evidence, version, config) if sent else evidence
 
 
@@ -176,13 +187,19 @@ def _pause(evidence: PolicyEvidence, version: int, config: ForecastConfig) -> Po
         retry_at=version + updates,
         closed_at=version,
         failures=evidence.failures + 1,
-        gain=0.0,
-        squared_gain=0.0,
-        kl_stale=0.0,
-        num_probes=0,
+        **_FRESH,
     )
 
 
+def start_afresh(evidence: PolicyEvidence) -> PolicyEvidence:
+    """The same fit with an open gate that has yet to see a probe: what another horizon starts from."""
+    return replace(evidence, held=False, **_FRESH)
+
+
 def may_send(evidence: PolicyEvidence, version: int) -> bool:
-    """Whether forecasts are sent; a gate that no shadow was ever probed for opens on trial once its pause is over."""
-    return not evidence.held or (version >= evidence.retry_at and evidence.num_probes == 0)
+    """Whether forecasts are sent.
+
+    A gate that no shadow was ever probed for opens on trial once its pause is over, until enough of what it sent was
+    probed to decide.
+    """
+    return not evidence.held or (version >= evidence.retry_at and evidence.num_probes == evidence.num_trials)

@@ -58,6 +58,12 @@ def find_adapters(model: nn.Module) -> list[Adapter]:
         for name in module.active_adapters:
             if name not in module.lora_A:
                 continue
+            factors = (module.lora_A[name], module.lora_B[name])
+            if any(f.weight.ndim != 2 or f.bias is not None for f in factors):
+                raise ConfigError(
+                    f"lora: {path!r} is a convolution or has a bias in its adapter; only plain linear ones can be "
+                    "merged here"
+                )
             found.append(
                 Adapter(
                     weight=f"{path}.base_layer.weight",

@@ -17,7 +17,7 @@ Masters = Callable[[str, Tensor], Tensor | None] | Mapping[str, Tensor]
 """Gives the fp32 master of a named parameter, or None where the parameter is its own."""
 _STATE_KEYS = ("master_param", "master_weight", "fp32_param")
 """Where optimizers keep masters in a parameter's state: Transformer Engine's FusedAdam and its kin."""
-_HALF = (torch.bfloat16, torch.float16)
+HALF = (torch.bfloat16, torch.float16)
 
 
 def find_master(
@@ -53,7 +53,7 @@ def find_master(
 
 def warn_of_half_precision(tracked: Mapping[str, Tensor]) -> None:
     """Says what a learner without full-precision weights loses."""
-    low = [name for name, leaf in tracked.items() if leaf.dtype in _HALF]
+    low = [name for name, leaf in tracked.items() if leaf.dtype in HALF]
     if low:
         warnings.warn(
             f"{len(low)} trained parameters are half precision (first {low[0]!r}): at RL learning rates about 99 % "

@@ -6,7 +6,7 @@ C displacements held, N entries of a leaf, S sampled entries, R displacements he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +23,8 @@ from farl.forecast.sample import Reduce, metric_weight, products
 from farl.forecast.state import EUCLIDEAN, ForecastState, empty_grams, unsharded
 
 _GRADIENT_DECAY = 0.95
+_SETTLED = 1e-9
+"""What may be left of Adam's bias before it is not corrected any more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ def observe(
     *,
     version: int | None = None,
     moments: Mapping[str, Moments] | None = None,
+    idle: Container[str] = (),
     gradients: Mapping[str, Tensor] | None = None,
     lr: float = 1.0,
     reduce: Reduce = unsharded,
@@ -64,6 +67,7 @@ def observe(
         leaves: the tracked leaves, by the names and shapes of `init`, in any order.
         version: t, to be checked; None takes the next.
         moments: optimizer state of the leaves after the step, where it is understood.
+        idle: leaves that the optimizer passed over in this update, where displacements are read off its state.
         gradients: of the leaves, to estimate the curvature from; None where the optimizer keeps a second moment.
         lr: learning rate of this update; only ratios between updates matter.
         reduce: adds a float64 tensor over all ranks, the same as at `init`.
@@ -87,7 +91,7 @@ def observe(
     moments = moments or {}
     now = state.version + 1
     _require_source(state, moments)
-    energy = _absorb(state, named, moments, now)
+    energy = _absorb(state, named, {n: m for n, m in moments.items() if n not in idle}, now)
     state.lease[0] = now
     here_S = state.sample.gather(named)
     moved_S = here_S - state.sample_previous_S
@@ -112,6 +116,17 @@ def observe(
     after.memo.drop_before(now - 2 * state.config.window)
     scored, after = _score_due(after, reduce)
     return after, Observation(version=now, displacement=math.sqrt(displacement), finite=True, scored=scored)
+
+
+def require_unmoved(state: ForecastState, leaves: Iterable[tuple[str, Tensor]], *, reduce: Reduce = unsharded) -> None:
+    """Raises `StateError` if the weights are not those of the state's version, as far as the sample tells."""
+    here_S = state.sample.gather({name: leaf.detach().reshape(-1) for name, leaf in leaves})
+    moved = torch.tensor([float(not torch.equal(here_S, state.sample_previous_S))], dtype=torch.float64)
+    if float(reduce(moved)) > 0:
+        raise StateError(
+            "observe(): the weights changed, but the optimizer that is followed has not stepped; after replacing the "
+            "optimizer, or writing to the weights, make a new Forecaster"
+        )
 
 
 def _max_rows(config: ForecastConfig) -> int:
@@ -169,7 +184,14 @@ def _curvature(
     """Second moment of the gradient on the sample: a running mean of squared gradients, or Adam's own."""
     if gradients is None:
         second = {name: m.second_N.reshape(-1) for name, m in moments.items() if m.second_N is not None}
-        return state.sample.gather(second) if second else state.curvature_S
+        if not second:
+            return state.curvature_S
+        curvature_S = state.sample.gather(second)
+        for name in second:
+            m = moments[name]
+            if m.step and m.beta2**m.step > _SETTLED:
+                curvature_S[state.sample.spans[name]] /= 1 - m.beta2**m.step
+        return curvature_S
     squared_S = state.sample.gather({n: g.detach().reshape(-1) for n, g in gradients.items()}).square_()
     if state.curvature_S is None:
         return squared_S
@@ -208,7 +230,8 @@ def _with_optimizer_facts(state: ForecastState, moments: Mapping[str, Moments]) 
         return replace(state, num_steps=state.num_steps + 1)
     some = max(moments.values(), key=lambda m: m.step)
     steps = some.step if some.kind == "adam" else state.num_steps + 1
-    return replace(state, momentum=some.beta1, num_steps=steps)
+    tells = all(name in moments and moments[name].tells_displacement for name in state.sizes)
+    return replace(state, momentum=some.beta1, num_steps=steps, tells_displacement=tells)
 
 
 def _forget(state: ForecastState, version: int) -> ForecastState:
@@ -240,9 +263,9 @@ def _score_due(state: ForecastState, reduce: Reduce) -> tuple[tuple[ScoredForeca
         if math.isnan(residual):
             continue
         scored.append(ScoredForecast(plan=plan, residual=math.sqrt(residual), displacement=math.sqrt(stale)))
-        _discount(realised, plan.horizon, residual, stale, state.config)
+        _discount(realised, plan.key, residual, stale, state.config)
         if undamped >= 0:
-            _discount(would_be, plan.horizon, undamped, stale, state.config)
+            _discount(would_be, plan.key, undamped, stale, state.config)
     gone = {(p.base_version, p.horizon) for p in due}
     return tuple(scored), replace(
         state,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from farl.core.types import PolicyStamp
+from farl.forecast.aim import horizon_key
 
 Terms = Mapping[str, tuple[float, ...]]
 """Coefficients by group of leaves, newest displacement first; `ALL` is the only group without grouping."""
@@ -56,6 +57,11 @@ class ForecastPlan:
     def target_version(self) -> float:
         """Version the forecast aims at; between two versions for a fractional horizon."""
         return self.base_version + self.horizon
+
+    @property
+    def key(self) -> float:
+        """What evidence and scores of this horizon are kept by."""
+        return horizon_key(self.horizon)
 
     @property
     def due_version(self) -> int:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from farl.errors import ConfigError
-from farl.forecast.aim import Aim, Horizon, aim_of
+from farl.forecast.aim import Aim, Horizon, aim_of, horizon_key
 from farl.forecast.auto import choose, rule_coefficients
-from farl.forecast.gate import PolicyEvidence, may_send
+from farl.forecast.gate import PolicyEvidence, may_send, start_afresh
 from farl.forecast.plan import ForecastPlan, Terms
 from farl.forecast.rules import View
 from farl.forecast.state import EUCLIDEAN, ForecastState
@@ -44,7 +44,7 @@ def plan(state: ForecastState, horizon: Horizon, *, coming_lrs: Sequence[float] 
         horizon=aim.horizon,
         shares=aim.shares,
         rule=config.rule,
-        realised_error=_error_ratio(state.realised, aim.horizon),
+        realised_error=_error_ratio(state.realised, horizon_key(aim.horizon)),
     )
     lrs = _coming(state, aim, coming_lrs)
     if config.rule == "moments":
@@ -58,22 +58,21 @@ def plan(state: ForecastState, horizon: Horizon, *, coming_lrs: Sequence[float] 
     return _finish(blank, config.rule, terms, config.damping)
 
 
-def evidence_of(state: ForecastState, horizon: float) -> PolicyEvidence:
+def evidence_of(state: ForecastState, key: float) -> PolicyEvidence:
     """Evidence about a horizon; that of the nearest one where it has none of its own, without its hold."""
-    if horizon in state.evidence:
-        return state.evidence[horizon]
+    if key in state.evidence:
+        return state.evidence[key]
     if not state.evidence:
         return PolicyEvidence()
-    nearest = min(state.evidence, key=lambda h: (abs(h - horizon), h))
-    near = state.evidence[nearest]
-    return replace(near, gain=0.0, squared_gain=0.0, kl_stale=0.0, num_probes=0, held=False)
+    nearest = min(state.evidence, key=lambda h: (abs(h - key), h))
+    return start_afresh(state.evidence[nearest])
 
 
 def _plan_auto(
     state: ForecastState, blank: ForecastPlan, views: Mapping[str, View], lrs: Sequence[float]
 ) -> ForecastPlan:
     config = state.config
-    incumbent = state.incumbents.get(blank.horizon)
+    incumbent = state.incumbents.get(blank.key)
     name, scores = choose(views, bank=config.bank, incumbent=incumbent, memo=state.memo)
     blank = replace(blank, scores=scores)
     if name == "stale":
@@ -81,24 +80,27 @@ def _plan_auto(
     terms = _terms(state, name, views, lrs)
     if terms is None:
         return _hold(blank, "no displacement observed yet")
-    evidence = evidence_of(state, blank.horizon)
+    evidence = evidence_of(state, blank.key)
     blank = replace(
         blank,
         predicted_error=math.sqrt(scores[name]) if name in scores else None,
         predicted_kl_ratio=evidence.predicted_kl_ratio,
     )
-    reason = _reason_to_hold(state, blank.horizon, evidence)
+    reason = _reason_to_hold(state, blank.key, evidence)
+    if not reason and not evidence.held and evidence.factor < config.min_damping:
+        reason = "policy-space evidence, which leaves nothing of the forecast"
     if reason:
         return replace(_hold(blank, reason), shadow=terms)
-    return _finish(blank, name, terms, evidence.factor)
+    return _finish(blank, name, terms, max(evidence.factor, config.min_damping))
 
 
-def _reason_to_hold(state: ForecastState, horizon: float, evidence: PolicyEvidence) -> str:
+def _reason_to_hold(state: ForecastState, key: float, evidence: PolicyEvidence) -> str:
     """Why forecasts of a horizon are held: the policy says so, or the weights do and the policy does not object."""
     if not may_send(evidence, state.version):
-        return f"policy-space evidence since version {evidence.closed_at}"
-    squared, stale = state.would_be.get(horizon, (0.0, 0.0))
-    if squared > stale and not (horizon in state.evidence and evidence.gain > 0):
+        return f"policy-space evidence, since version {evidence.closed_at}"
+    squared, stale = state.would_be.get(key, (0.0, 0.0))
+    limit = stale * (1 - state.config.hysteresis if state.incumbents.get(key) == "stale" else 1)
+    if squared > limit and not (key in state.evidence and evidence.gain > 0):
         return "its parameter error was above that of stale weights, and no probe shows a lower KL"
     return ""
 
@@ -106,17 +108,18 @@ def _reason_to_hold(state: ForecastState, horizon: float, evidence: PolicyEviden
 def _plan_moments(state: ForecastState, blank: ForecastPlan, lrs: Sequence[float]) -> ForecastPlan:
     if state.version == state.first:
         return _hold(blank, "no displacement observed yet")
-    evidence = evidence_of(state, blank.horizon)
+    evidence = evidence_of(state, blank.key)
     blank = replace(
         blank,
         coming_lrs=tuple(lrs),
-        predicted_error=_error_ratio(state.would_be, blank.horizon),
+        predicted_error=_error_ratio(state.would_be, blank.key),
         predicted_kl_ratio=evidence.predicted_kl_ratio,
     )
-    reason = _reason_to_hold(state, blank.horizon, evidence)
+    reason = _reason_to_hold(state, blank.key, evidence)
     if reason:
         return _hold(blank, reason)
-    return replace(blank, damping=state.config.damping * evidence.factor)
+    # without coefficients there is no shadow to learn from, so a little is sent until the gate has seen enough to close
+    return replace(blank, damping=state.config.damping * max(evidence.factor, state.config.min_damping))
 
 
 def _views(state: ForecastState, aim: Aim) -> dict[str, View]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from farl.errors import StateError
+from farl.forecast.config import ForecastConfig
 from farl.forecast.gate import PolicyEvidence
 from farl.forecast.gram import GramBand
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.state import ForecastState
 
 _SAMPLE, _CURVATURE, _PROMISED = "sample_rows", "curvature", "promised"
+_FINGERPRINTED = 256
+"""About how many entries of each leaf a fingerprint reads."""
 
 
 def to_dict(
@@ -37,6 +41,8 @@ def to_dict(
         "lrs": _keyed(state.lrs),
         "momentum": state.momentum,
         "num_steps": state.num_steps,
+        "tells_displacement": state.tells_displacement,
+        "config": _defining(state.config),
         "pending": [p.to_json() for p in state.pending],
         "promised": [list(key) for key, _ in promised],
         "incumbents": _keyed(state.incumbents),
@@ -56,17 +62,21 @@ def from_dict(saved: Mapping[str, Any], fresh: ForecastState, *, leaves: Iterabl
     Raises:
         StateError: if leaves, shapes or the weights do not fit the saved state.
     """
+    version_of(saved)
     record, tensors = saved["record"], saved["tensors"]
+    for name, own in _defining(fresh.config).items():
+        if record["config"][name] != own:
+            raise StateError(
+                f"{name}={own!r}: the state was saved with {name}={record['config'][name]!r}; resume with the config "
+                "it was saved with"
+            )
     expected = {f"ring/{n}/{part}": t for n, ring in fresh.rings.items() for part, t in ring.tensors.items()}
     expected[_SAMPLE] = fresh.sample_rows_RS
     for key, own in expected.items():
         if key not in tensors or tensors[key].shape != own.shape or tensors[key].dtype != own.dtype:
             raise StateError(
-                f"{key}: saved state does not fit (lags, max_horizon, history_dtype, sample_entries or model differ); "
-                "resume with the config it was saved with"
+                f"{key}: the saved state is of another model; load it with the model and parameters it was saved with"
             )
-    if record["grams"].keys() != fresh.grams.keys():
-        raise StateError("grouping: saved state has other groups; resume with the config it was saved with")
     if record["fingerprint"] != fingerprint(leaves):
         raise StateError("weights differ from those the state was saved with; load the model first, then this")
     for key, own in expected.items():
@@ -81,6 +91,7 @@ def from_dict(saved: Mapping[str, Any], fresh: ForecastState, *, leaves: Iterabl
         lrs={int(v): lr for v, lr in record["lrs"]},
         momentum=record["momentum"],
         num_steps=record["num_steps"],
+        tells_displacement=record["tells_displacement"],
         pending=tuple(ForecastPlan.from_json(p) for p in record["pending"]),
         promised={
             (int(base), h): tensors[f"{_PROMISED}/{i}"].to(device, copy=True)
@@ -99,11 +110,30 @@ def _keyed(table: Mapping[Any, Any]) -> list[list[Any]]:
     return [[key, value] for key, value in table.items()]
 
 
-def fingerprint(leaves: Iterable[tuple[str, Tensor]]) -> list[float]:
-    """Sum and alternating sum of all entries: cheap, and different for different weights in practice."""
-    plain = alternating = 0.0
-    for _, leaf in leaves:
+def version_of(saved: Mapping[str, Any]) -> int:
+    """The version of a saved state.
+
+    Raises:
+        StateError: if it is none.
+    """
+    record = saved.get("record")
+    if not isinstance(record, Mapping) or "tensors" not in saved or not isinstance(record.get("version"), int):
+        raise StateError("saved: no forecaster's state; give what state_dict() returned")
+    return int(record["version"])
+
+
+def _defining(config: ForecastConfig) -> dict[str, Any]:
+    """The settings that give tensors and inner products their shape and meaning."""
+    names = ("source", "lags", "max_horizon", "history_dtype", "sample_entries", "metric", "sharp_fraction", "grouping")
+    return {name: getattr(config, name) for name in names} | {"closed_form": config.rule == "moments"}
+
+
+def fingerprint(leaves: Iterable[tuple[str, Tensor]]) -> int:
+    """A checksum of names, sizes and some entries of every leaf, the same on any machine and number of threads."""
+    checksum = 0
+    for name, leaf in leaves:
         flat_N = leaf.detach().reshape(-1)
-        plain += float(flat_N.sum(dtype=torch.float64))
-        alternating += float(flat_N[::2].sum(dtype=torch.float64))
-    return [plain, alternating]
+        some = flat_N[:: max(1, flat_N.numel() // _FINGERPRINTED)].float().cpu()
+        checksum = zlib.crc32(f"{name} {flat_N.numel()}".encode(), checksum)
+        checksum = zlib.crc32(bytes(some.contiguous().view(torch.uint8).tolist()), checksum)
+    return checksum

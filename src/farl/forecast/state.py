@@ -8,9 +8,8 @@ again raises. K lags, C = K + h - 1 displacements held, N entries of a leaf, S s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,9 +55,10 @@ class ForecastState:
         lrs: learning rate of recent updates, by the version they made.
         momentum: beta1 of the optimizer; None if unknown.
         num_steps: steps the optimizer had made at version t.
+        tells_displacement: whether the optimizer's state tells the last step of every leaf.
         pending: forecasts shipped whose target has not come yet.
         promised: what the rule `moments` would have moved the sampled entries by undamped, by base version and horizon.
-        incumbents: rule shipped last, by horizon (for hysteresis).
+        incumbents: rule shipped last, by horizon (for hysteresis); "stale" where it was held.
         realised: discounted squared error and squared displacement of what was shipped, by horizon.
         would_be: the same for what was planned undamped, shipped or held.
         evidence: policy-space evidence, by horizon.
@@ -82,6 +82,7 @@ class ForecastState:
     lrs: Mapping[int, float] = field(default_factory=dict)
     momentum: float | None = None
     num_steps: int = 0
+    tells_displacement: bool = False
     pending: tuple[ForecastPlan, ...] = ()
     promised: Mapping[tuple[int, float], Tensor] = field(default_factory=dict)
     incumbents: Mapping[float, str] = field(default_factory=dict)
@@ -113,9 +114,9 @@ class ForecastState:
 
     @property
     def num_rewindable(self) -> int:
-        """Updates that `rewind` can go back; the rule `moments` reads the last one off the optimizer."""
+        """Updates that `rewind` can go back; the rule `moments` reads the last one off the optimizer, if that tells."""
         if self.config.rule == "moments":
-            return min(self.version - self.first, 1)
+            return min(self.version - self.first, 1) if self.tells_displacement else 0
         return self.num_held
 
     def require_current(self) -> None:
@@ -203,65 +204,6 @@ def empty_grams(groups: Mapping[str, str], version: int) -> dict[str, GramBand]:
     return {key: GramBand(newest=version) for key in (EUCLIDEAN, *dict.fromkeys(groups.values()))}
 
 
-def extend(
-    state: ForecastState,
-    leaves: Iterable[tuple[str, Tensor]],
-    *,
-    order: Sequence[str],
-    replicas: Mapping[str, int] | None = None,
-) -> ForecastState:
-    """The state with new leaves, which count as not having moved so far.
-
-    Args:
-        state: at the version whose weights the new leaves hold; consumed.
-        leaves: the new ones.
-        order: names of all leaves, in the order in which they are to be streamed.
-        replicas: as in `init`, of the new leaves.
-    """
-    state.require_current()
-    new = {name: leaf.detach().reshape(-1) for name, leaf in leaves}
-    if not new:
-        return state
-    fresh = init(new.items(), state.config, version=state.version, replicas=replicas)
-
-    def ordered(old: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
-        both = {**old, **added}
-        return {name: both[name] for name in order if name in both}
-
-    device = state.sample_rows_RS.device
-    offset = state.sample.num_entries
-    spans = {name: slice(s.start + offset, s.stop + offset) for name, s in fresh.sample.spans.items()}
-    sample = Sample(
-        blocks={**state.sample.blocks, **fresh.sample.blocks},
-        spans={**state.sample.spans, **spans},
-        density_S=torch.cat([state.sample.density_S, fresh.sample.density_S.to(device)]),
-        replicas={**state.sample.replicas, **fresh.sample.replicas},
-    )
-    curvature = state.curvature_S
-    if curvature is not None:
-        curvature = torch.cat([curvature, torch.zeros(fresh.sample.num_entries, device=device)])
-    bands = {key: GramBand(newest=state.version, rows=_silent(state.gram)) for key in fresh.grams}
-    return replace(
-        state,
-        previous=ordered(state.previous, fresh.previous),
-        rings=ordered(state.rings, fresh.rings),
-        sizes=ordered(state.sizes, fresh.sizes),
-        groups=ordered(state.groups, fresh.groups),
-        sample=sample,
-        sample_previous_S=torch.cat([state.sample_previous_S, fresh.sample_previous_S.to(device)]),
-        sample_rows_RS=torch.cat([state.sample_rows_RS, fresh.sample_rows_RS.to(device)], dim=1),
-        curvature_S=curvature,
-        grams={**bands, **state.grams},
-        promised={},
-        memo=Memo(),
-    )
-
-
-def _silent(band: GramBand) -> tuple[tuple[float, ...], ...]:
-    """Rows of leaves that have not moved while those of `band` did."""
-    return tuple((0.0,) * len(row) for row in band.rows)
-
-
 def record(
     state: ForecastState,
     shipped: ForecastPlan,
@@ -285,11 +227,11 @@ def record(
             f"base_version={shipped.base_version}: the state is at version {state.version}; "
             "ship a plan before the next observe()"
         )
-    if shipped.horizon == 0:
+    if shipped.horizon == 0 or shipped in state.pending:
         return state
     incumbents, promised = dict(state.incumbents), dict(state.promised)
-    if not shipped.held:
-        incumbents[shipped.horizon] = shipped.rule
+    if not shipped.held or shipped.scores or shipped.predicted_error is not None:
+        incumbents[shipped.key] = shipped.rule  # "stale" where it was held for what it would have cost
     if shipped.coming_lrs:
         key = (shipped.base_version, shipped.horizon)
         promised[key] = _run_sample_ahead(state, shipped, dict(leaves), moments or {})
@@ -311,6 +253,12 @@ def _run_sample_ahead(
             part,
             shares=shipped.shares,
             assumed=state.config.assumed_gradient,
-            lrs=shipped.coming_lrs,
+            lrs=own_lrs(state, shipped, moments[name]),
         ).to(moved_S.device)
     return moved_S
+
+
+def own_lrs(state: ForecastState, forecast: ForecastPlan, moments: Moments) -> tuple[float, ...]:
+    """Coming learning rates of one leaf: its own last one, changing as the common one does."""
+    last = state.lrs.get(forecast.base_version, 0.0)
+    return tuple(moments.lr * lr / last if last > 0 else lr for lr in forecast.coming_lrs)

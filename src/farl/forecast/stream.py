@@ -16,7 +16,7 @@ from farl.forecast.history import pieces
 from farl.forecast.moments import Moments, last_displacement
 from farl.forecast.passes import combine, run_ahead
 from farl.forecast.plan import ForecastPlan
-from farl.forecast.state import ForecastState
+from farl.forecast.state import ForecastState, own_lrs
 
 Leaves = Mapping[str, Tensor]
 
@@ -127,6 +127,7 @@ def _combine(
 ) -> Iterator[tuple[str, Tensor]]:
     """`base + sum_i factor_i D[version_i]` of each leaf, rows by group."""
     for name in state.sizes:
+        state.require_current()  # an iterator left standing over an observe() would mix versions
         ring, base_N = state.rings[name], bases[name]
         wanted = rows.get(state.groups[name], ())
         out_N = torch.empty_like(base_N, dtype=dtype)
@@ -162,7 +163,7 @@ def _run_ahead(
                 out_N,
                 shares=forecast.shares,
                 assumed=state.config.assumed_gradient,
-                lrs=forecast.coming_lrs,
+                lrs=own_lrs(state, forecast, moments[name]),
                 damping=forecast.damping,
                 kernels=state.config.kernels,
             )

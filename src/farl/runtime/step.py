@@ -15,6 +15,7 @@ from torch import Tensor
 
 from farl.core.logprobs import policy_distance
 from farl.core.protocols import Policy
+from farl.core.types import DTYPES
 from farl.correct import Corrector, LossOutput, Need, diagnose
 from farl.errors import FarlError
 from farl.forecast import Forecaster, ForecastPlan
@@ -186,7 +187,8 @@ def stale_probe(
     learner_BT, stale_BT = logp_learner_BT[rows_B], part.logp_behaviour_BT
     known_BT = part.mask_BT & torch.isfinite(part.logp_behaviour_BT)
     if forecaster.can_probe(plan):
-        with forecaster.presented(forecaster.probe_weights(plan)):
+        wire_dtype = DTYPES[config.pipeline.wire_dtype]
+        with forecaster.presented(forecaster.probe_weights(plan, dtype=wire_dtype)):
             probe_BT = evaluate_logp(policy, part, config)
         forecaster.probe(
             plan,
