@@ -21,6 +21,7 @@ from collections import deque
 from pathlib import Path
 
 import torch
+from common import QUIET, RESULTS, log_probs, spread
 
 import farl.runtime.consume as consume
 from farl.config import apply_overrides, load_recipe
@@ -35,10 +36,6 @@ SETTINGS = {
     "large steps": ["--optimizer.lr", "2e-4"],
     "beta1 = 0": ["--optimizer.lr", "3e-5", "--optimizer.beta1", "0"],
 }
-QUIET = (
-    "--pipeline.launch", "inline", "--record.eval-every-batches", "0", "--record.no-save-model",
-    "--record.no-tensorboard", "--task.num-eval", "10",
-)  # fmt: skip
 CASES = (("small steps", 1), ("small steps", 4), ("large steps", 1), ("large steps", 4), ("beta1 = 0", 1))
 
 D = [f"D{k}" for k in range(1, LAGS + 1)]
@@ -73,16 +70,6 @@ def put(parameters, vector):
     for p in parameters:
         p.data = vector[start_at : start_at + p.numel()].view(p.shape)
         start_at += p.numel()
-
-
-def log_probs(module, batch):
-    """Log-probs of the whole vocabulary at every sampled token, [B, T, V]."""
-    rows = batch.group_B
-    ids = torch.cat([batch.prompt_ids_PL[rows], batch.completion_ids_BT], 1)
-    mask = torch.cat([batch.prompt_mask_PL[rows], batch.mask_BT], 1)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    logits = module(input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False).logits
-    return torch.log_softmax(logits[:, batch.prompt_ids_PL.shape[1] - 1 : -1], -1)
 
 
 class Recorder:
@@ -273,7 +260,7 @@ def main() -> None:
                     found.setdefault(f"{name} (foreseen)", {}).setdefault(column, []).append(bound)
                 found.setdefault("KL of stale, nats", {}).setdefault(column, []).append(kl)
             print(f"{setting}, seed {seed}: done", flush=True)
-            record = Path(__file__).parent / "results" / f"{arguments.name}.json"
+            record = RESULTS / f"{arguments.name}.json"
             command = f"python benchmarks/candidates.py --seeds {arguments.seeds} --updates {arguments.updates}"
             record.write_text(json.dumps({"command": command, "ratios": found}, indent=1) + "\n")
     print(table(found))
@@ -292,9 +279,8 @@ def table(found):
             if "nats" in name:
                 cells.append(f"{statistics.mean(values):.1e}")
                 continue
-            spread = statistics.stdev(values) if len(values) > 1 else 0.0
             bound = statistics.mean(found[f"{name} (foreseen)"][column])
-            cells.append(f"{statistics.mean(values):.3f} ± {spread:.3f} ({bound:.3f})")
+            cells.append(f"{spread(values)} ({bound:.3f})")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

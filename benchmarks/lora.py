@@ -13,11 +13,10 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import statistics
 import sys
-from pathlib import Path
 
 import torch
+from common import RESULTS, log_probs, spread
 from peft import LoraConfig, get_peft_model
 
 import farl
@@ -36,17 +35,9 @@ LEARNING_RATE = {"tiny-addition": 1e-3, "smollm2-arithmetic": 1e-4}
 
 
 @torch.no_grad()
-def log_probs(module, batch):
+def sampled_log_probs(module, batch):
     """Log-probs of the whole vocabulary at every sampled token, [tokens, V]."""
-    rows = batch.group_B
-    ids = torch.cat([batch.prompt_ids_PL[rows], batch.completion_ids_BT], 1)
-    mask = torch.cat([batch.prompt_mask_PL[rows], batch.mask_BT], 1)
-    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-    keep = batch.completion_ids_BT.shape[1] + 1
-    out = module(
-        input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False, logits_to_keep=keep
-    )
-    return torch.log_softmax(out.logits[:, :-1][batch.mask_BT].float(), -1)
+    return log_probs(module, batch)[batch.mask_BT]
 
 
 def kl(learner, other) -> float:
@@ -90,12 +81,12 @@ def run(recipe: str, updates: int, seed: int) -> dict:
         batch = make_batch(
             groups, group_advantages(groups, divide_by_std=True)[0], version=n, pad_id=tools.tokenizer.pad_id
         )
-        told = {"stale": log_probs(sampled, batch)}
+        told = {"stale": sampled_log_probs(sampled, batch)}
         for name, forecaster in forecasters.items():
             leaves = forecaster.weights()
             merged = merge(adapters, leaves) if name == "factors" else ((plain_name(k), w) for k, w in leaves)
             show(shown, merged)
-            told[name] = log_probs(shown, batch)
+            told[name] = sampled_log_probs(shown, batch)
         logp = policy.logp(batch, temperature=1.0)
         weight = torch.exp(logp - batch.logp_behaviour_BT)
         loss = -(weight * batch.advantage_BT * batch.mask_BT).sum() / batch.mask_BT.sum()
@@ -106,7 +97,7 @@ def run(recipe: str, updates: int, seed: int) -> dict:
         for forecaster in forecasters.values():
             forecaster.observe()
         show(shown, merge(adapters, ((name, p.detach()) for name, p in learner.named_parameters())))
-        now = log_probs(shown, batch)
+        now = sampled_log_probs(shown, batch)
         if n >= SKIPPED:
             for name, then in told.items():
                 sums[name] += kl(now, then) / (updates - SKIPPED)
@@ -130,14 +121,13 @@ def main() -> None:
     for seed in range(arguments.seeds):
         rows.append(run(arguments.recipe, arguments.updates, seed))
         print(json.dumps(rows[-1]), flush=True)
-    record = Path(__file__).parent / "results" / f"lora-{arguments.recipe}.json"
+    record = RESULTS / f"lora-{arguments.recipe}.json"
     record.write_text(json.dumps({"command": "python " + " ".join(sys.argv), "runs": rows}, indent=1) + "\n")
     print("| forecast | KL / stale | history, bytes |\n|---|---|---|")
     for name in ("factors", "product"):
         values = [row[name] for row in rows]
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
         size = rows[0][f"{name}_history_bytes"]
-        print(f"| {name} | {statistics.mean(values):.3f} ± {spread:.3f} | {size:.1e} |")
+        print(f"| {name} | {spread(values)} | {size:.1e} |")
 
 
 if __name__ == "__main__":

@@ -21,14 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import QUIET, RESULTS, spread
+
 from farl.config import TrainConfig, apply_overrides, load_recipe
 from farl.train import resume, start
 
-RESULTS = Path(__file__).parent / "results"
-QUIET = (
-    "--pipeline.launch", "inline", "--record.eval-every-batches", "0", "--record.no-save-model",
-    "--record.no-tensorboard", "--task.num-eval", "10",
-)  # fmt: skip
 DECAY = ("--optimizer.decay", "cosine", "--optimizer.decay-updates", "160", "--optimizer.min-lr-fraction", "0.02")
 
 
@@ -133,10 +130,6 @@ def ratio(row: dict, *, first: int = 0, last: float = math.inf) -> float:
     """KL over stale's, each summed over the updates after `first` up to `last`."""
     chosen = [i for i, u in enumerate(row["updates"]) if first < u <= last]
     return sum(row["kl"][i] for i in chosen) / sum(row["kl_stale"][i] for i in chosen)
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.mean(values):.3f} ± {statistics.stdev(values) if len(values) > 1 else 0.0:.3f}"
 
 
 def table(rows: list[dict], settings: Sequence[Setting], *, early: bool) -> str:

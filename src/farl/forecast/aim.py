@@ -70,6 +70,21 @@ def aim_of(horizon: Horizon | Aim) -> Aim:
     return Aim(tuple(sorted((_plain(h), float(p / total)) for h, p in points.items() if p > 0)))
 
 
+def require_reach(horizon: Horizon, max_horizon: int) -> Aim:
+    """A checked horizon that history was sized for.
+
+    Raises:
+        ConfigError: as `aim_of`, and for a horizon above `max_horizon`.
+    """
+    aim = aim_of(horizon)
+    if aim.reach > max_horizon:
+        raise ConfigError(
+            f"horizon={horizon!r}: must be from 0 to max_horizon={max_horizon} updates; raise max_horizon to "
+            "look further"
+        )
+    return aim
+
+
 def _plain(number: float) -> float:
     """A number of any library as int or float, which JSON knows."""
     value = float(number)

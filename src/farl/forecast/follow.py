@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farl.errors import ConfigError, StateError
-from farl.forecast.aim import Horizon, aim_of
+from farl.forecast.aim import Horizon, aim_of, require_reach
 from farl.forecast.config import ForecastConfig
 from farl.forecast.lora import Adapter, products
 from farl.forecast.masters import Masters, find_master, warn_of_half_precision
@@ -239,17 +239,12 @@ def settle_config(
     """
     if config is not None and settings:
         raise ConfigError(f"settings={sorted(settings)}: give config or keywords, not both")
-    reach = aim_of(horizon).reach
     if config is None:
         try:
-            config = ForecastConfig(**{"max_horizon": max(reach, 1), **settings})
+            config = ForecastConfig(**{"max_horizon": max(aim_of(horizon).reach, 1), **settings})
         except TypeError as error:
             raise ConfigError(f"settings: {error}; see farl.forecast.ForecastConfig") from error
-    if reach > config.max_horizon:
-        raise ConfigError(
-            f"horizon={horizon!r}: must be from 0 to max_horizon={config.max_horizon} updates; raise max_horizon to "
-            "look further"
-        )
+    require_reach(horizon, config.max_horizon)
     closed_form = config.rule == "moments" or config.source == "optimizer"
     if not closed_form:
         return config

@@ -193,7 +193,7 @@ class Forecaster:
             return None
         self._steps.require_one(allow_skip=allow_skip)
         self._followed.require_complete()
-        if any(self._followed.masters[name] is not self._followed.tracked[name] for name in self._own_masters):
+        if any(m is not self._followed.tracked[n] for n, m in self._followed.masters.items() if n in self._own_masters):
             log.info("version %d: the optimizer has made fp32 masters; history begins with them", self.version + 1)
             self._steps.clear()
             self._restart(self.version + 1)

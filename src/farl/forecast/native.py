@@ -120,6 +120,13 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def _loops() -> ctypes.CDLL:
+    """The loops, where `passes` has made sure of them."""
+    loops = library()
+    assert loops is not None
+    return loops
+
+
 def _build(compiler: str) -> Path:
     """The shared library, from the cache if this source was compiled for this processor before."""
     key = hashlib.sha256("\n".join((_SOURCE.read_text(), compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
@@ -159,18 +166,14 @@ def _row(ring: Ring, slot: int) -> tuple[int, int | None, int]:
 
 def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor) -> float:
     """`passes.absorb` over a whole leaf."""
-    loops = library()
-    assert loops is not None
-    squared: float = loops.farl_absorb(*_read(leaf_N), last_N.data_ptr(), *_row(ring, slot), len(leaf_N))
+    squared: float = _loops().farl_absorb(*_read(leaf_N), last_N.data_ptr(), *_row(ring, slot), len(leaf_N))
     return squared
 
 
 def tell(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments) -> float:
     """`passes.tell` over a whole leaf."""
-    loops = library()
-    assert loops is not None
     optimizer, update = _Optimizer.of(moments), _Update.of(moments, moments.step, moments.lr)
-    squared: float = loops.farl_tell(
+    squared: float = _loops().farl_tell(
         *_read(leaf_N),
         *_read(moments.first_N),
         *_read(moments.second_N),
@@ -193,12 +196,10 @@ def run_ahead(
     damping: float,
 ) -> None:
     """`passes.run_ahead` over a whole leaf."""
-    loops = library()
-    assert loops is not None
     optimizer = _Optimizer.of(moments)
     updates = [_Update.of(moments, moments.step + i, lrs[i - 1], share) for i, share in enumerate(shares, start=1)]
     table = (_Update * len(updates))(*updates)
-    loops.farl_run_ahead(
+    _loops().farl_run_ahead(
         *_read(out_N),
         *_read(base_N),
         *_read(moments.first_N),
@@ -214,10 +215,8 @@ def run_ahead(
 
 def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int, float]]) -> None:
     """`passes.combine` over a whole leaf."""
-    loops = library()
-    assert loops is not None
     rows = [_row(ring, slot) for slot, _ in terms]
-    loops.farl_combine(
+    _loops().farl_combine(
         *_read(out_N),
         *_read(base_N),
         (ctypes.c_void_p * len(rows))(*(values for values, _, _ in rows)),

@@ -120,7 +120,7 @@ def observe(
 
 def require_unmoved(state: ForecastState, leaves: Iterable[tuple[str, Tensor]], *, reduce: Reduce = unsharded) -> None:
     """Raises `StateError` if the weights are not those of the state's version, as far as the sample tells."""
-    here_S = state.sample.gather({name: leaf.detach().reshape(-1) for name, leaf in leaves})
+    here_S = state.sample.gather(_match(state, leaves))
     moved = torch.tensor([float(not torch.equal(here_S, state.sample_previous_S))], dtype=torch.float64)
     if float(reduce(moved)) > 0:
         raise StateError(

@@ -57,7 +57,7 @@ def tell(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments | None, kernels
 
     Reads both moments, and the leaf where weights decay, and writes the row.
     """
-    if moments is not None and _is_native(kernels, ring, leaf_N) and _are_readable(moments):
+    if moments is not None and _is_native(kernels, ring, leaf_N, moments.first_N, moments.second_N):
         return native.tell(ring, slot, leaf_N, moments)
     energy = torch.zeros((), dtype=torch.float64, device=leaf_N.device)
     for part in pieces(leaf_N):
@@ -83,7 +83,7 @@ def run_ahead(
 
     Reads the base and both moments, writes the result.
     """
-    if _can_be_native(kernels, base_N, out_N) and _are_readable(moments):
+    if _can_be_native(kernels, base_N, out_N, moments.first_N, moments.second_N):
         native.run_ahead(moments, base_N, out_N, shares=shares, assumed=assumed, lrs=lrs, damping=damping)
         return
     for part in pieces(base_N):
@@ -97,15 +97,16 @@ def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int
 
     Reads the base and the rows named, writes the result.
     """
-    if ring.values_CN.device.type == "cpu" and _can_be_native(kernels, base_N, out_N):
+    if _is_native(kernels, ring, base_N, out_N):
         native.combine(ring, base_N, out_N, terms)
         return
-    factors = torch.tensor([a for _, a in terms], device=base_N.device)
+    is_fused = _is_inductor(kernels, ring, base_N)
+    factors = torch.tensor([a for _, a in terms], device=base_N.device) if is_fused else None
     for part in pieces(base_N):
         base_n, out_n = base_N[part], out_N[part]
         if not terms:
             out_n.copy_(base_n)
-        elif _is_inductor(kernels, ring, base_N):
+        elif is_fused:
             _compiled(_combine_loop)(out_n, base_n, [ring.values_CN[slot, part] for slot, _ in terms], factors)
         else:
             total_n = out_n if out_n.dtype == torch.float32 else torch.empty_like(base_n, dtype=torch.float32)
@@ -114,17 +115,13 @@ def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int
                 out_n.copy_(total_n)
 
 
-def _is_native(kernels: Kernels, ring: Ring, leaf_N: Tensor) -> bool:
-    return ring.values_CN.device.type == "cpu" and _can_be_native(kernels, leaf_N)
+def _is_native(kernels: Kernels, ring: Ring, *tensors: Tensor | None) -> bool:
+    return ring.values_CN.device.type == "cpu" and _can_be_native(kernels, *tensors)
 
 
 def _can_be_native(kernels: Kernels, *tensors: Tensor | None) -> bool:
     wanted = kernels in ("auto", "native") and all(native.can_read(t) for t in tensors)
     return wanted and native.library() is not None
-
-
-def _are_readable(moments: Moments) -> bool:
-    return native.can_read(moments.first_N) and native.can_read(moments.second_N)
 
 
 def _is_inductor(kernels: Kernels, ring: Ring, leaf_N: Tensor) -> bool:

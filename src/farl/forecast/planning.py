@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from farl.errors import ConfigError
-from farl.forecast.aim import Aim, Horizon, aim_of, horizon_key
+from farl.forecast.aim import Aim, Horizon, horizon_key, require_reach
 from farl.forecast.auto import choose, rule_coefficients
 from farl.forecast.gate import PolicyEvidence, may_send, start_afresh
 from farl.forecast.plan import ForecastPlan, Terms
@@ -31,12 +30,7 @@ def plan(state: ForecastState, horizon: Horizon, *, coming_lrs: Sequence[float] 
     Raises:
         ConfigError: for a horizon that is negative, not a number or above `max_horizon`.
     """
-    config, aim = state.config, aim_of(horizon)
-    if aim.reach > config.max_horizon:
-        raise ConfigError(
-            f"horizon={horizon!r}: must be from 0 to max_horizon={config.max_horizon} updates; raise max_horizon to "
-            "look further"
-        )
+    config, aim = state.config, require_reach(horizon, state.config.max_horizon)
     if aim.horizon == 0:
         return ForecastPlan(base_version=state.version, horizon=0, rule="stale")
     blank = ForecastPlan(
