@@ -104,3 +104,46 @@ def test_products_need_history():
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     with pytest.raises(ConfigError, match="the optimizer knows factors, not their products"):
         farl.Forecaster(model.named_parameters(), optimizer, lora_products=model, rule="moments")
+
+
+def test_a_convolution_or_a_bias_in_an_adapter_is_refused():
+    with pytest.raises(ConfigError, match="is a convolution or has a bias in its adapter"):
+        find_adapters(adapted(lora_bias=True))
+
+
+def test_products_beside_a_weight_that_is_trained_itself_are_refused():
+    model = adapted()
+    model.base_model.model.up.base_layer.weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(ConfigError, match=r"up.base_layer.weight' is trained itself beside its adapter"):
+        farl.Forecaster(model.named_parameters(), optimizer, lora_products=model)
+
+
+def test_products_of_another_model_are_refused():
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    inner = model.base_model.model  # the same parameters by other names
+    with pytest.raises(ConfigError, match="no parameter is named 'base_model.model.up.base_layer.weight'; pass"):
+        farl.Forecaster(inner.named_parameters(), optimizer, lora_products=model)
+
+
+def test_layers_stored_the_other_way_round_merge_too():
+    """GPT-2's Conv1D keeps [I, O]; peft marks it fan_in_fan_out."""
+    from transformers.pytorch_utils import Conv1D
+
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = Conv1D(8, 6)
+
+        def forward(self, x):
+            return self.up(x)
+
+    torch.manual_seed(0)
+    model = get_peft_model(Other(), LoraConfig(r=2, target_modules=["up"], fan_in_fan_out=True))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p)
+    merged = dict(merge(find_adapters(model), ((n, p.detach().clone()) for n, p in model.named_parameters())))
+    theirs = model.merge_and_unload()
+    assert torch.allclose(merged["up.weight"], theirs.up.weight, atol=1e-6)

@@ -119,3 +119,53 @@ def test_a_master_of_another_shape_is_named():
     copies = {n: nn.Parameter(torch.zeros(2)) for n, _ in model.named_parameters()}
     with pytest.raises(ConfigError, match=r"masters: that of '0.weight' has shape \(2,\), the parameter \(16, 6\)"):
         farl.Forecaster(model.named_parameters(), torch.optim.AdamW(copies.values()), masters=copies)
+
+
+class LazyMasterAdam(MasterAdam):
+    """Makes its masters at the first step, and replaces them when a state is loaded."""
+
+    def __init__(self, parameters, lr):
+        torch.optim.Optimizer.__init__(self, parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if "master_param" not in self.state[p]:
+                    self.state[p]["master_param"] = p.detach().float().clone()
+        super().step()
+
+
+def stepped(model, optimizer):
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+
+
+def test_masters_made_at_the_first_step_are_followed_from_then_on():
+    model = half_model()
+    optimizer = LazyMasterAdam(model.parameters(), lr=1e-4)
+    with pytest.warns(UserWarning, match="half precision"):
+        forecaster = farl.Forecaster(model.named_parameters(), optimizer, rule="copy", history_dtype="float32")
+    stepped(model, optimizer)
+    first = forecaster.observe()
+    assert (first.version, first.finite) == (1, True)
+    assert forecaster.plan().held == "no displacement observed yet"
+    stepped(model, optimizer)
+    forecaster.observe()
+    for name, weight in forecaster.weights():
+        master = optimizer.state[model.get_parameter(name)]["master_param"]
+        assert torch.allclose(weight, master - 1e-4, atol=1e-7), "the bf16 weight itself has not moved"
+
+
+def test_masters_replaced_by_loading_are_looked_up_anew():
+    model = half_model()
+    optimizer = MasterAdam(model.parameters(), lr=1e-4)
+    forecaster = farl.Forecaster(model.named_parameters(), optimizer, rule="copy", history_dtype="float32")
+    stepped(model, optimizer)
+    forecaster.observe()
+    for p in model.parameters():
+        optimizer.state[p]["master_param"] = optimizer.state[p]["master_param"].clone()
+    stepped(model, optimizer)
+    assert forecaster.observe().displacement == pytest.approx(
+        1e-4 * sum(p.numel() for p in model.parameters()) ** 0.5, rel=1e-4
+    )

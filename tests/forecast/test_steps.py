@@ -71,7 +71,35 @@ def test_hooks_go_with_the_forecaster():
     for _ in range(3):
         farl.Forecaster([("w", parameter)], optimizer)
     gc.collect()
+    assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
+
+
+class Subclass(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_a_step_that_calls_the_step_of_its_base_counts_once():
+    """torch runs the hooks of both, once each class has been made by itself."""
+    one()
+    parameter = nn.Parameter(torch.zeros(8))
+    optimizer = Subclass([parameter], lr=0.1)
+    runs = []
+    optimizer.register_step_post_hook(lambda *_: runs.append(1))
+    forecaster = farl.Forecaster([("w", parameter)], optimizer)
+    stepped(parameter, optimizer)
+    assert len(runs) == 2
+    assert forecaster.observe().version == 1
+
+
+def test_a_step_that_failed_and_was_made_again_counts_once():
+    parameter, optimizer = one()
+    forecaster = farl.Forecaster([("w", parameter)], optimizer)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    stepped(parameter, optimizer)
+    assert forecaster.observe().version == 1
 
 
 def test_one_of_several_optimizers_may_skip_where_that_is_allowed():

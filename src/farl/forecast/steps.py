@@ -26,18 +26,28 @@ class StepCounter:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.rates = [_rates(optimizer) for optimizer in optimizers]
         self._counts = [0] * len(optimizers)
+        self._is_under_way = [False] * len(optimizers)
         own = weakref.ref(self)
         for i, optimizer in enumerate(optimizers):
-            handle = optimizer.register_step_post_hook(_hook(own, i))
-            weakref.finalize(self, handle.remove)
+            begun = optimizer.register_step_pre_hook(_hook(own, StepCounter.begin, i))
+            made = optimizer.register_step_post_hook(_hook(own, StepCounter.note, i))
+            weakref.finalize(self, begun.remove)
+            weakref.finalize(self, made.remove)
 
     @property
     def any(self) -> bool:
         """Whether an optimizer has stepped."""
         return any(self._counts)
 
+    def begin(self, i: int, optimizer: torch.optim.Optimizer) -> None:
+        """Notes that optimizer i begins a step."""
+        self._is_under_way[i] = True
+
     def note(self, i: int, optimizer: torch.optim.Optimizer) -> None:
-        """Notes a step of optimizer i."""
+        """Notes a step of optimizer i, once where the step of a subclass calls that of its base."""
+        if not self._is_under_way[i]:
+            return
+        self._is_under_way[i] = False
         found_inf = getattr(optimizer, "found_inf", None)  # set by GradScaler for optimizers that skip by themselves
         if found_inf is None or float(found_inf) == 0:
             self._counts[i] += 1
@@ -62,10 +72,12 @@ def _rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
     return tuple(float(group["lr"]) for group in optimizer.param_groups)
 
 
-def _hook(counter: weakref.ref[StepCounter], i: int) -> Callable[..., None]:
+def _hook(
+    counter: weakref.ref[StepCounter], then: Callable[[StepCounter, int, torch.optim.Optimizer], None], i: int
+) -> Callable[..., None]:
     def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
         own = counter()
         if own is not None:
-            own.note(i, optimizer)
+            then(own, i, optimizer)
 
     return hook
