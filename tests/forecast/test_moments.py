@@ -217,3 +217,53 @@ def test_with_the_second_moment_at_rest_the_momentum_rule_is_running_ahead(beta1
     ahead = run_ahead(moments, parameter.detach(), slice(None), shares=(1.0, 0.5), assumed=0.0, lrs=(1e-2, 1e-2))
     factor = farl.forecast.rules.momentum_factor(beta1, steps, (1.0, 0.5))
     assert torch.allclose(ahead, factor * moved, rtol=1e-3, atol=1e-12)
+
+
+def test_every_group_goes_on_at_its_own_rate():
+    """The common rate of a plan scales each leaf's last one."""
+    torch.manual_seed(0)
+    slow, fast = nn.Parameter(torch.zeros(6)), nn.Parameter(torch.zeros(6))
+    optimizer = torch.optim.AdamW([{"params": [slow], "lr": 1e-3}, {"params": [fast], "lr": 1e-1}], weight_decay=0.0)
+    forecaster = farl.Forecaster(
+        [("slow", slow), ("fast", fast)], optimizer, rule="moments", max_horizon=2,
+        lr_schedule=lambda version: 1e-3 * 0.5**version,
+    )  # fmt: skip
+    for p in (slow, fast):
+        p.grad = torch.randn(6)
+    optimizer.step()
+    forecaster.observe()
+    sent = {n: w.clone() for n, w in forecaster.weights(horizon=2)}
+    for i in (1, 2):
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        for p in (slow, fast):
+            p.grad = torch.zeros(6)
+        optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == 1e-3 * 0.5**i
+    assert torch.allclose(sent["slow"], slow.detach(), atol=1e-7)
+    assert torch.allclose(sent["fast"], fast.detach(), atol=1e-6)
+
+
+def test_the_rule_moments_is_damped_by_probes_and_never_to_nothing_unless_held():
+    """Without coefficients there is no shadow, so it must send a little to learn anything."""
+    model, optimizer, forecaster = make_learner(OPTIMIZERS["adamw"], rule="moments", min_damping=0.2)
+    train(model, optimizer, forecaster, 4)
+    held = []
+    for step in range(4, 30):
+        plan = forecaster.plan()
+        held.append(plan.held)
+        if not plan.held:
+            assert plan.damping >= 0.2
+        forecaster.ship(plan)
+        train(model, optimizer, forecaster, 1, first=step, ship=False)
+        if not forecaster.can_probe(plan):
+            continue
+        stale = torch.randn(1, 64, generator=torch.Generator().manual_seed(step))
+        drift = 0.1 * torch.randn(1, 64, generator=torch.Generator().manual_seed(100 + step))
+        forecaster.probe(  # the policy moves the other way
+            plan, logp_learner_BT=stale + drift, logp_behaviour_BT=stale - plan.damping * drift, logp_probe_BT=stale,
+            mask_BT=torch.ones(1, 64, dtype=torch.bool),
+        )  # fmt: skip
+    assert not held[0]
+    assert any("policy-space evidence" in reason for reason in held)
+    assert sum(not reason for reason in held) <= 12, "trials, rarer each time"
