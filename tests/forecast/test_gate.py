@@ -190,7 +190,33 @@ def test_held_for_its_scores_it_is_sent_again_only_when_clearly_better():
         forecast = plan(tried, 1)
         assert forecast.moves == moves, (squared, incumbent)
         assert moves or "its parameter error was above that of stale weights" in forecast.held
-    paid = PolicyEvidence(gain=1.0, num_probes=5, drift=1.0, cross=1.0, move=1.0, weight=1.0)
+    paid = PolicyEvidence(gain=1.0, squared_gain=0.5, num_probes=5, drift=1.0, cross=1.0, move=1.0, weight=1.0)
     assert plan(replace(state, would_be={1: (1.5, 1.0)}, evidence={1: paid}), 1).moves, "the policy does not object"
     costly = replace(paid, gain=-1.0)
     assert not plan(replace(state, would_be={1: (1.5, 1.0)}, evidence={1: costly}), 1).moves
+
+
+def test_where_no_rule_beats_stale_the_best_is_probed_and_sent_once_the_policy_likes_it():
+    """Parameters that turn round and round, and a policy that nevertheless moves as the forecast says."""
+    weights = torch.zeros(9)
+    state = init(leaves_of(weights), settings(bank=("copy", "half")))
+    for step in range(20):
+        weights = weights + (-1.0) ** step
+        state, _ = observe(state, leaves_of(weights))
+    held = plan(state, 1)
+    assert held.held == "no rule of the bank beat stale weights recently"
+    assert held.shadow == {ALL: (0.5,)}, "half costs least of the two"
+    evidence = PolicyEvidence()
+    probed = 0
+    while not plan(replace(state, evidence={1: evidence}), 1).moves:
+        move = 0.05 * torch.randn(1, 64, generator=torch.Generator().manual_seed(probed))
+        evidence = weigh_probe(
+            evidence, version=21 + probed, logp_learner_BT=move, logp_forecast_BT=move,
+            logp_stale_BT=torch.zeros(1, 64), mask_BT=torch.ones(1, 64, dtype=torch.bool), damping=1.0, sent=False,
+            config=state.config,
+        )  # fmt: skip
+        probed += 1
+    assert 3 <= probed <= 5
+    sent = plan(replace(state, evidence={1: evidence}), 1)
+    assert sent.rule == "half"
+    assert sent.coefficients == (0.5 * evidence.factor,)

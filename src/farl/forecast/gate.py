@@ -81,6 +81,11 @@ class PolicyEvidence:
         return min(max((prior + self.cross) / (prior + self.move), 0.0), _MAX_FACTOR)
 
     @property
+    def pays(self) -> bool:
+        """Whether forecasts clearly lowered the KL, or would have, since the gate last opened or closed."""
+        return self.num_probes >= _SAFE_PROBES and self.gain > math.sqrt(self.squared_gain)
+
+    @property
     def predicted_kl_ratio(self) -> float | None:
         """KL over stale's at the present factor, to second order; None without evidence."""
         if not self.drift > 0:
@@ -173,7 +178,7 @@ def _opened(evidence: PolicyEvidence, version: int, sent: bool, config: Forecast
     wanted = _SAFE_PROBES * 2 ** min(max(evidence.failures - 1, 0), _MAX_DOUBLINGS)
     if evidence.num_probes < (_SAFE_PROBES if sent else wanted):
         return evidence
-    pays = evidence.gain > max(math.sqrt(evidence.squared_gain), config.hysteresis * evidence.kl_stale)
+    pays = evidence.pays and evidence.gain > config.hysteresis * evidence.kl_stale
     if pays and evidence.factor >= 2 * config.min_damping:
         return replace(evidence, held=False, **_FRESH)
     return _pause(evidence, version, config) if sent else evidence

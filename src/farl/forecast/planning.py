@@ -69,23 +69,24 @@ def _plan_auto(
     incumbent = state.incumbents.get(blank.key)
     name, scores = choose(views, bank=config.bank, incumbent=incumbent, memo=state.memo)
     blank = replace(blank, scores=scores)
-    if name == "stale":
-        return _hold(blank, "no rule of the bank beat stale weights recently")
-    terms = _terms(state, name, views, lrs)
+    best = name if name != "stale" else min(config.bank, key=lambda rule: scores[rule])
+    terms = _terms(state, best, views, lrs)
     if terms is None:
         return _hold(blank, "no displacement observed yet")
     evidence = evidence_of(state, blank.key)
     blank = replace(
         blank,
-        predicted_error=math.sqrt(scores[name]) if name in scores else None,
+        predicted_error=math.sqrt(scores[best]) if best in scores else None,
         predicted_kl_ratio=evidence.predicted_kl_ratio,
     )
     reason = _reason_to_hold(state, blank.key, evidence)
+    if not reason and name == "stale" and not (blank.key in state.evidence and evidence.pays):
+        reason = "no rule of the bank beat stale weights recently"
     if not reason and not evidence.held and evidence.factor < config.min_damping:
         reason = "policy-space evidence, which leaves nothing of the forecast"
     if reason:
         return replace(_hold(blank, reason), shadow=terms)
-    return _finish(blank, name, terms, max(evidence.factor, config.min_damping))
+    return _finish(blank, best, terms, max(evidence.factor, config.min_damping))
 
 
 def _reason_to_hold(state: ForecastState, key: float, evidence: PolicyEvidence) -> str:
@@ -94,7 +95,7 @@ def _reason_to_hold(state: ForecastState, key: float, evidence: PolicyEvidence) 
         return f"policy-space evidence, since version {evidence.closed_at}"
     squared, stale = state.would_be.get(key, (0.0, 0.0))
     limit = stale * (1 - state.config.hysteresis if state.incumbents.get(key) == "stale" else 1)
-    if squared > limit and not (key in state.evidence and evidence.gain > 0):
+    if squared > limit and not (key in state.evidence and evidence.pays):
         return "its parameter error was above that of stale weights, and no probe shows a lower KL"
     return ""
 
