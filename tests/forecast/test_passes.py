@@ -1,7 +1,10 @@
 """The two passes: every way of making them against the formula written out, on sizes that hit tails and strips."""
 
 import math
+import os
 import shutil
+import signal
+import time
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -137,6 +140,61 @@ def test_the_c_loop_rounds_every_float_as_torch_does(values):
     ring = Ring.empty(1, len(values), dtype="bfloat16", device=CPU)
     native.absorb(ring, 0, leaf, torch.zeros_like(leaf))
     torch.testing.assert_close(ring.values_CN[0], leaf.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1 << 17) + 1, (1 << 18) + 5, 5 * (1 << 17) + 300])
+def test_parts_on_several_threads_make_the_whole(three_threads, dtype, size):
+    """Against torch's kernels, which do not know of the parts; what threads write is the same to the bit."""
+    ring, leaf, last = made(size, dtype)
+    other = Ring(values_CN=ring.values_CN.clone(), scales_CB=None if ring.scales_CB is None else ring.scales_CB.clone())
+    energies = [absorb(ring, 1, leaf, last.clone(), "native"), absorb(other, 1, leaf, last.clone(), "torch")]
+    assert float(energies[0]) == pytest.approx(float(energies[1]), rel=1e-5)
+    assert all(torch.equal(ring.tensors[key], other.tensors[key]) for key in ring.tensors)
+    outs = [torch.full((size,), torch.nan) for _ in range(3)]
+    combine(ring, last, outs[0], [(2, 1.5), (1, -0.25)], "native")
+    torch.set_num_threads(1)
+    combine(ring, last, outs[1], [(2, 1.5), (1, -0.25)], "native")
+    assert torch.equal(outs[0], outs[1])
+    torch.set_num_threads(3)
+    moments = with_state("adamw", size)
+    run_ahead(moments, last, outs[0], shares=(1.0,), assumed=0.5, lrs=(1e-2,), damping=1.0, kernels="native")
+    run_ahead(moments, last, outs[2], shares=(1.0,), assumed=0.5, lrs=(1e-2,), damping=1.0, kernels="torch")
+    torch.testing.assert_close(outs[0], outs[2], rtol=1e-5, atol=5e-7)
+    told = [Ring.empty(1, size, dtype="float32", device=CPU) for _ in range(2)]
+    energies = [tell(r, 0, leaf, moments, how) for r, how in zip(told, ("native", "torch"), strict=True)]
+    torch.testing.assert_close(told[0].values_CN, told[1].values_CN, rtol=2e-6, atol=1e-9)
+    assert float(energies[0]) == pytest.approx(float(energies[1]), rel=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_starts_threads_of_its_own(three_threads):
+    """With its parent's pool it would wait for ever."""
+    ring, leaf, last = made(1 << 18, "bfloat16")
+    kept = last.clone()  # here: torch's own threads do not survive a fork either
+    absorb(ring, 0, leaf, last, "native")
+    child = os.fork()
+    if child == 0:
+        absorb(ring, 0, leaf, kept, "native")
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    ended, status = os.waitpid(child, os.WNOHANG)
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.02)
+        ended, status = os.waitpid(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended, "the child hangs"
+    assert status == 0
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

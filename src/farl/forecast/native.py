@@ -2,7 +2,8 @@
 
 torch's kernels make several passes in cache for each of ours and reach about half the speed of memory (`make bench`
 prints both); `passes.c` makes one. It is compiled at first use by the C compiler found on the machine, kept under
-`~/.cache/farl`, and called with the interpreter lock released. `passes` decides who works.
+`~/.cache/farl`, and called with the interpreter lock released, by as many threads as torch has. `passes` decides who
+works.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from farl.forecast.history import Ring
+from farl.forecast.history import BLOCK, Ring
 from farl.forecast.moments import Moments, mean_gradient_factor
 
 log = logging.getLogger("farl.forecast")
@@ -40,6 +42,8 @@ _FLAGS = (
 )
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _COMPILE_TIMEOUT_S = 60
+_SMALLEST_PART = 1 << 17
+"""Entries below which a thread of its own costs more than it saves."""
 
 
 class _Optimizer(ctypes.Structure):
@@ -153,36 +157,78 @@ def _processor() -> str:
     return f"{platform.machine()} {features}"
 
 
-def _read(tensor: Tensor | None) -> tuple[int | None, int]:
-    """Address and kind of a tensor, as the loops take them."""
-    return (None, 0) if tensor is None else (tensor.data_ptr(), _KINDS[tensor.dtype])
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="farl-passes")
 
 
-def _row(ring: Ring, slot: int) -> tuple[int, int | None, int]:
-    """Address of a row, of its scales, and its kind."""
-    scales = None if ring.scales_CB is None else ring.scales_CB[slot].data_ptr()
-    return ring.values_CN[slot].data_ptr(), scales, _KINDS[ring.values_CN.dtype]
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child has none of its parent's threads
+
+
+def _in_parts(size: int, work: Callable[[slice], float | None]) -> float:
+    """Does the work on all entries of a leaf, a part on each of torch's threads; returns the sum of what it returned."""
+    threads = min(torch.get_num_threads(), -(-size // _SMALLEST_PART))
+    if threads <= 1:
+        return work(slice(0, size)) or 0.0
+    return sum(x or 0.0 for x in _pool(torch.get_num_threads()).map(work, _parts(size, threads)))
+
+
+def _parts(size: int, count: int) -> Iterator[slice]:
+    """At most so many parts of a leaf, of whole blocks but for the last."""
+    step = -(-size // (count * BLOCK)) * BLOCK
+    return (slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def _read(tensor: Tensor | None, start: int = 0) -> tuple[int | None, int]:
+    """Address of a tensor from an entry on, and its kind, as the loops take them."""
+    if tensor is None:
+        return None, 0
+    return tensor.data_ptr() + start * tensor.element_size(), _KINDS[tensor.dtype]
+
+
+def _row(ring: Ring, slot: int, start: int = 0) -> tuple[int, int | None, int]:
+    """Address of a row from an entry on, of its scales, and its kind."""
+    values_N = ring.values_CN[slot]
+    scales = None
+    if ring.scales_CB is not None:
+        scales = ring.scales_CB[slot].data_ptr() + start // BLOCK * ring.scales_CB.element_size()
+    return values_N.data_ptr() + start * values_N.element_size(), scales, _KINDS[values_N.dtype]
 
 
 def absorb(ring: Ring, slot: int, leaf_N: Tensor, last_N: Tensor) -> float:
     """`passes.absorb` over a whole leaf."""
-    squared: float = _loops().farl_absorb(*_read(leaf_N), last_N.data_ptr(), *_row(ring, slot), len(leaf_N))
-    return squared
+    loop = _loops().farl_absorb
+
+    def work(part: slice) -> float:
+        first = part.start
+        squared: float = loop(
+            *_read(leaf_N, first), _read(last_N, first)[0], *_row(ring, slot, first), part.stop - first
+        )
+        return squared
+
+    return _in_parts(len(leaf_N), work)
 
 
 def tell(ring: Ring, slot: int, leaf_N: Tensor, moments: Moments) -> float:
     """`passes.tell` over a whole leaf."""
+    loop = _loops().farl_tell
     optimizer, update = _Optimizer.of(moments), _Update.of(moments, moments.step, moments.lr)
-    squared: float = _loops().farl_tell(
-        *_read(leaf_N),
-        *_read(moments.first_N),
-        *_read(moments.second_N),
-        ctypes.addressof(optimizer),
-        ctypes.addressof(update),
-        *_row(ring, slot),
-        len(leaf_N),
-    )
-    return squared
+
+    def work(part: slice) -> float:
+        first = part.start
+        squared: float = loop(
+            *_read(leaf_N, first),
+            *_read(moments.first_N, first),
+            *_read(moments.second_N, first),
+            ctypes.addressof(optimizer),
+            ctypes.addressof(update),
+            *_row(ring, slot, first),
+            part.stop - first,
+        )
+        return squared
+
+    return _in_parts(len(leaf_N), work)
 
 
 def run_ahead(
@@ -196,33 +242,47 @@ def run_ahead(
     damping: float,
 ) -> None:
     """`passes.run_ahead` over a whole leaf."""
+    loop = _loops().farl_run_ahead
     optimizer = _Optimizer.of(moments)
     updates = [_Update.of(moments, moments.step + i, lrs[i - 1], share) for i, share in enumerate(shares, start=1)]
     table = (_Update * len(updates))(*updates)
-    _loops().farl_run_ahead(
-        *_read(out_N),
-        *_read(base_N),
-        *_read(moments.first_N),
-        *_read(moments.second_N),
-        ctypes.addressof(optimizer),
-        ctypes.addressof(table),
-        len(updates),
-        assumed * mean_gradient_factor(moments),
-        damping,
-        len(out_N),
-    )
+    drift = assumed * mean_gradient_factor(moments)
+
+    def work(part: slice) -> None:
+        first = part.start
+        loop(
+            *_read(out_N, first),
+            *_read(base_N, first),
+            *_read(moments.first_N, first),
+            *_read(moments.second_N, first),
+            ctypes.addressof(optimizer),
+            ctypes.addressof(table),
+            len(updates),
+            drift,
+            damping,
+            part.stop - first,
+        )
+
+    _in_parts(len(out_N), work)
 
 
 def combine(ring: Ring, base_N: Tensor, out_N: Tensor, terms: Sequence[tuple[int, float]]) -> None:
     """`passes.combine` over a whole leaf."""
-    rows = [_row(ring, slot) for slot, _ in terms]
-    _loops().farl_combine(
-        *_read(out_N),
-        *_read(base_N),
-        (ctypes.c_void_p * len(rows))(*(values for values, _, _ in rows)),
-        (ctypes.c_void_p * len(rows))(*(scales for _, scales, _ in rows)),
-        (ctypes.c_float * len(rows))(*(factor for _, factor in terms)),
-        len(rows),
-        _KINDS[ring.values_CN.dtype],
-        len(out_N),
-    )
+    loop = _loops().farl_combine
+    factors = (ctypes.c_float * len(terms))(*(factor for _, factor in terms))
+
+    def work(part: slice) -> None:
+        first = part.start
+        rows = [_row(ring, slot, first) for slot, _ in terms]
+        loop(
+            *_read(out_N, first),
+            *_read(base_N, first),
+            (ctypes.c_void_p * len(rows))(*(values for values, _, _ in rows)),
+            (ctypes.c_void_p * len(rows))(*(scales for _, scales, _ in rows)),
+            factors,
+            len(rows),
+            _KINDS[ring.values_CN.dtype],
+            part.stop - first,
+        )
+
+    _in_parts(len(out_N), work)
