@@ -167,7 +167,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _in_parts(size: int, work: Callable[[slice], float | None]) -> float:
-    """Does the work on all entries of a leaf, a part on each of torch's threads; returns the sum of what it returned."""
+    """Does the work on all entries of a leaf, a part on each of torch's threads; adds up what it returned."""
     threads = min(torch.get_num_threads(), -(-size // _SMALLEST_PART))
     if threads <= 1:
         return work(slice(0, size)) or 0.0
