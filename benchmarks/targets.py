@@ -38,16 +38,26 @@ class Setting:
         overrides: of the recipe.
         target: largest mean ratio; None where only never-worse is asked.
         stop_at: update after which the run is stopped and resumed; 0 never.
+        lag: updates between dispatch and consumption.
     """
 
     name: str
     overrides: tuple[str, ...]
     target: float | None = None
     stop_at: int = 0
+    lag: int = 1
 
 
 def tiny(name: str, lr: str, lag: int, *more: str, target: float | None = None, stop_at: int = 0) -> Setting:
-    return Setting(name, ("--optimizer.lr", lr, "--pipeline.lag", str(lag), *more), target, stop_at)
+    return Setting(name, ("--optimizer.lr", lr, "--pipeline.lag", str(lag), *more), target, stop_at, lag)
+
+
+def smollm2(lag: int, target: float, *more: str, note: str = "") -> Setting:
+    overrides = (
+        "--rollout.prompts-per-batch", "4", "--rollout.max-new-tokens", "12", "--pipeline.lag", str(lag),
+        "--forecast.lags", "2", "--record.checkpoint-every-batches", "0",
+    )  # fmt: skip
+    return Setting(f"h = {lag}{note}", (*overrides, *more), target, lag=lag)
 
 
 SETTINGS = {
@@ -63,14 +73,11 @@ SETTINGS = {
         tiny("lr 2e-4, h = 1, stopped and resumed at update 60", "2e-4", 1, stop_at=60),
         tiny("lr 2e-4, h = 1, ppo", "2e-4", 1, "--corrector", "ppo"),
     ),
-    "smollm2": tuple(
-        Setting(
-            f"h = {lag}",
-            ("--rollout.prompts-per-batch", "4", "--rollout.max-new-tokens", "12", "--pipeline.lag", str(lag),
-             "--forecast.lags", "2", "--record.checkpoint-every-batches", "0"),
-            target,
-        )
-        for lag, target in ((1, 0.05), (2, 0.06), (4, 0.10))
+    "smollm2": (
+        smollm2(1, 0.05), smollm2(2, 0.06), smollm2(4, 0.10),
+        smollm2(1, 0.05, "--learner.probe-fraction", "1", note=", whole batches probed"),
+        smollm2(2, 0.06, "--learner.probe-fraction", "1", note=", whole batches probed"),
+        smollm2(4, 0.10, "--learner.probe-fraction", "1", note=", whole batches probed"),
     ),
 }  # fmt: skip
 RECIPES = {"tiny": ("tiny-addition", 200), "smollm2": ("smollm2-arithmetic", 40)}
@@ -135,7 +142,12 @@ def ratio(row: dict, *, first: int = 0, last: float = math.inf) -> float:
 def table(rows: list[dict], settings: Sequence[Setting], *, early: bool) -> str:
     """The record as Markdown."""
     head = ["setting", "seeds", "KL of stale, nats", "KL / stale"]
-    head += [f"after update {EARLY}", f"first {EARLY} (target {EARLY_TARGET})"] if early else []
+    if early:
+        head += [
+            f"after update {EARLY}",
+            f"first {EARLY} (target {EARLY_TARGET})",
+            "of which dispatched after an update",
+        ]
     head += ["target", "worst run", "held"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for setting in settings:
@@ -149,6 +161,7 @@ def table(rows: list[dict], settings: Sequence[Setting], *, early: bool) -> str:
         if early:
             cells.append(spread([ratio(row, first=EARLY) for row in mine]))
             cells.append(spread([ratio(row, last=EARLY) for row in mine]))
+            cells.append(spread([ratio(row, first=setting.lag + 1, last=EARLY) for row in mine]))
         cells.append("-" if setting.target is None else f"{setting.target}")
         cells.append(f"{max(whole):.3f}")
         cells.append(f"{statistics.mean([row['held'] for row in mine]):.0%}")
