@@ -52,8 +52,8 @@ $(PARITY)/.ready: parity/requirements.txt
 parity: $(PARITY)/.ready  ## our correctors against verl, AReaL, OpenRLHF, TRL and SkyRL, in a venv of their own; about five minutes
 	$(PARITY)/bin/python -m pytest -c parity/pytest.ini --rootdir . parity --write $(ARGS)
 
-bench: setup        ## forecaster and weight transport against plain copies of the same bytes
-	$(BIN)/python benchmarks/forecast.py
+bench: setup        ## forecaster and weight transport against plain copies of the same bytes; ten minutes, 16 GB
+	$(BIN)/python benchmarks/forecast.py --sizes 1e6 1e7 1e8 5e8 --lags 1 2 4 8 --all --ranks 1 2 --step
 	$(BIN)/python benchmarks/wire.py
 
 bench-correctors: $(PARITY)/.ready  ## time and memory of our correctors beside verl's functions
