@@ -3,8 +3,10 @@
     python benchmarks/forecast.py --sizes 1e6 1e7 1e8 5e8 --lags 1 4 8 --threads 1
 
 `observe` must read theta[t] and theta[t-1] and write theta[t] and one displacement; `stream` reads theta[t] and K
-displacements and writes the result. "x copy" is the time taken over the time in which `copy_` moves that many bytes,
-the copy being timed between them in the same rounds. The slope is of log time over log N across the sizes.
+displacements and writes the result: into tensors given to it, as `copy_` does, and into new ones, whose pages the
+system has to hand out first. "x copy" is the time taken over the time in which `copy_` moves that many bytes, the copy
+being timed between them in the same rounds. The slope is of log time over log N across the sizes, and across those from
+1e7 on, which no cache holds.
 With --ranks, the cost of observe on each of so many gloo ranks that share N entries; with --step, what all of it is of
 a real learner update of SmolLM2-135M.
 """
@@ -67,7 +69,8 @@ def measure(size: int, config: ForecastConfig, rounds: int) -> dict[str, float]:
             for name, leaf in leaves
         }  # fmt: skip
     state = init(leaves, config)
-    times: dict[str, list[float]] = {"copy": [], "observe": [], "plan": [], "stream": []}
+    times: dict[str, list[float]] = {"copy": [], "observe": [], "plan": [], "stream": [], "stream_new": []}
+    into = {name: b for (name, _), b in zip(leaves, target, strict=True)}
     for i in range(rounds + config.lags + 2):
         for _, leaf in leaves:
             leaf.add_(1e-5)
@@ -78,11 +81,11 @@ def measure(size: int, config: ForecastConfig, rounds: int) -> dict[str, float]:
         start = time.perf_counter()
         forecast = plan(state, 1)
         took["plan"] = time.perf_counter() - start
-        took["stream"] = timed(
-            lambda s=state, f=forecast: [
-                None for _ in stream(s, f, leaves, moments=moments)
-            ]  # as they are sent, and gone
-        )
+        for name, given in (("stream", into), ("stream_new", None)):
+            start = time.perf_counter()
+            for _ in stream(state, forecast, leaves, moments=moments, into=given):
+                pass  # as they are sent, and gone
+            took[name] = time.perf_counter() - start
         if i > config.lags + 1:
             for name, value in took.items():
                 times[name].append(value)
@@ -109,8 +112,8 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 def sizes_table(arguments) -> list[dict]:
     rows: list[dict] = []
-    print("| rule | history | kernels | N | K | bytes / parameter | observe x copy | stream x copy | plan ms |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| rule | history | kernels | N | K | bytes / parameter | observe | stream | to new tensors | plan ms |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     kinds = [{"rule": "least_squares", "history_dtype": "bfloat16", "kernels": k} for k in arguments.kernels]
     kinds += [{"rule": "least_squares", "history_dtype": d} for d in ("float32", "int8")] if arguments.all else []
     kinds += [{"rule": "least_squares", "history_dtype": "bfloat16", "source": "optimizer"}, {"rule": "moments"}]
@@ -129,8 +132,9 @@ def sizes_table(arguments) -> list[dict]:
                 row = {
                     **kind, "N": took["size"], "K": lags, "bytes": took["bytes"], "plan_ms": took["plan"] * 1e3,
                     "observe": took["observe"] / ideal[0] if ideal[0] else took["observe"] / took["copy"],
-                    "stream": took["stream"] / ideal[1], "observe_s": took["observe"], "stream_s": took["stream"],
-                    "copy_s": took["copy"],
+                    "stream": took["stream"] / ideal[1], "stream_new": took["stream_new"] / ideal[1],
+                    "observe_s": took["observe"], "stream_s": took["stream"],
+                    "stream_new_s": took["stream_new"], "copy_s": took["copy"],
                 }  # fmt: skip
                 rows.append(row)
                 for name in points:
@@ -139,14 +143,19 @@ def sizes_table(arguments) -> list[dict]:
                 print(
                     f"| {kind['rule']} | {kind.get('source', 'weights')}, {config.history_dtype} | "
                     f"{config.kernels} | {took['size']:.0e} | {lags} | {row['bytes']:.1f} | "
-                    f"{row['observe']:.2f}{note} | {row['stream']:.2f} | {row['plan_ms']:.1f} |",
+                    f"{row['observe']:.2f}{note} | {row['stream']:.2f} | {row['stream_new']:.2f} | "
+                    f"{row['plan_ms']:.1f} |",
                     flush=True,
                 )
                 if kind["rule"] == "moments" and size == max(arguments.sizes):
                     break
             if len(arguments.sizes) > 1:
-                text = ", ".join(f"{name} {slope(p):.3f}" for name, p in points.items())
-                print(f"| slope in N, K = {lags} | | | | | | {text} | | |", flush=True)
+                text = ", ".join(
+                    f"{name} {slope(p):.3f} ({slope([q for q in p if q[0] > 5e6]):.3f} from 1e7)"
+                    for name, p in points.items()
+                    if sum(size > 5e6 for size, _ in p) > 1
+                )
+                print(f"| slope in N, K = {lags} | | | | | | {text} | | | |", flush=True)
             if kind["rule"] == "moments":
                 break
     return rows

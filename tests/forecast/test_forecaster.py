@@ -1,5 +1,6 @@
 import copy
 import json
+import re
 
 import pytest
 import torch
@@ -128,6 +129,71 @@ def test_the_wire_dtype_is_the_last_cast():
     full = dict(forecaster.weights(plan=plan))
     for name, half in forecaster.weights(plan=plan, dtype=torch.bfloat16):
         assert torch.equal(half, full[name].bfloat16())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("rule", ["least_squares", "moments", "stale"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_weights_are_written_into_given_tensors(rule, dtype, kernels):
+    model, optimizer, forecaster = make(rule=rule, kernels=kernels)
+    train(model, optimizer, forecaster, 5)
+    plan = forecaster.plan()
+    expected = dict(forecaster.weights(plan=plan))
+    into = {name: torch.full_like(p, torch.nan, dtype=dtype) for name, p in model.named_parameters()}
+    del into[next(iter(into))]
+    for name, weight in forecaster.weights(plan=plan, into=into):
+        if name in into:
+            assert weight.data_ptr() == into[name].data_ptr()
+            assert torch.equal(into[name], expected[name].to(dtype)), name
+        else:
+            assert torch.equal(weight, expected[name])
+            assert weight.dtype == torch.float32
+
+
+def test_tied_frozen_and_integer_weights_are_written_into_theirs_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    model[1].weight = model[0].weight
+    model[2].requires_grad_(False)
+    model.register_parameter("count", nn.Parameter(torch.tensor([3, 4]), requires_grad=False))
+    optimizer = torch.optim.SGD([model[0].weight], lr=0.1)
+    named = list(model.named_parameters(remove_duplicate=False))
+    forecaster = farl.Forecaster(named, optimizer, rule="copy")
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+        forecaster.observe()
+    plan = forecaster.plan()
+    expected = {name: weight.clone() for name, weight in forecaster.weights(plan=plan)}
+    into = {name: torch.zeros_like(p) for name, p in named}
+    for name, weight in forecaster.weights(plan=plan, into=into):
+        assert weight.data_ptr() == into[name].data_ptr(), name
+    assert set(into) == set(expected) == {"count", "0.weight", "1.weight", "2.weight", "2.bias"}
+    assert all(torch.equal(into[name], expected[name]) for name in into)
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_recorded():
+    model, optimizer, forecaster = make(rule="copy")
+    train(model, optimizer, forecaster, 3)
+    name, weight = next((n, p) for n, p in model.named_parameters() if p.dim() == 2)
+    before = forecaster.state
+    for target, remedy in (
+        (torch.empty(3, 3), "give a contiguous tensor of"),
+        (torch.empty(weight.shape[::-1]).T, "contiguous: False"),
+        (torch.empty(weight.shape, device="meta"), "on meta"),
+        (weight.detach(), "the learner's own weight"),
+    ):
+        with pytest.raises(StateError, match=re.escape(f"into[{name!r}]") + ".*" + remedy):
+            forecaster.weights(into={name: target})
+    with pytest.raises(StateError, match=r"into\['nobody'\]: no such weight"):
+        forecaster.weights(into={"nobody": torch.empty(1)})
+    with pytest.raises(StateError, match="into: given with gather=True"):
+        forecaster.weights(into={name: torch.empty_like(weight)}, gather=True)
+    assert forecaster.state is before
+    flat = {name: torch.empty(weight.numel() + 1)}
+    with pytest.raises(StateError, match="give a tensor like the leaf"):
+        list(farl.forecast.stream(before, forecaster.plan(), into=flat))
 
 
 def test_presented_weights_leave_the_learner_untouched_to_the_bit():

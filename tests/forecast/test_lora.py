@@ -85,6 +85,10 @@ def test_forecast_products_yield_merged_weights_and_the_probe_sees_them():
     plan = forecaster.plan()
     sent = {plain_name(n): w.clone() for n, w in forecaster.weights(plan=plan)}
     assert set(sent) == set(now)
+    into = {n: torch.empty_like(names[n]) for n, _ in forecaster.weights(plan=plan)}
+    for name, weight in forecaster.weights(plan=plan, into=into):
+        assert weight.data_ptr() == into[name].data_ptr()
+        assert torch.equal(weight, sent[plain_name(name)])
     before = {n: w.clone() for n, w in now.items()}
     train(model, optimizer, forecaster, 1, first=6)
     after = dict(merge(adapters, ((n, p.detach()) for n, p in names.items())))

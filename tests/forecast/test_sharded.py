@@ -67,6 +67,10 @@ def worker(rank, port, folder):
         shards = dict(forecaster.weights(plan=plan))
         assert all(isinstance(w, DTensor) for w in shards.values())
         assert all(w.to_local().shape == model.get_parameter(n).to_local().shape for n, w in shards.items())
+        into = {n: torch.empty_like(w.to_local()) for n, w in shards.items()}
+        for n, w in forecaster.weights(plan=plan, into=into):
+            assert w.to_local().data_ptr() == into[n].data_ptr()
+            assert torch.equal(into[n], shards[n].to_local())
         held = sum(ring.values_CN.shape[1] for ring in forecaster.state.rings.values())
         whole = {n: w.clone() for n, w in forecaster.weights(plan=plan, gather=True)}
         model.reshard()

@@ -31,7 +31,7 @@ from farl.forecast.observe import Observation, observe, require_unmoved
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.planning import evidence_of, plan
 from farl.forecast.sample import Reduce
-from farl.forecast.sharded import exchange, full, like, reshard
+from farl.forecast.sharded import exchange, full, like, local, reshard, shares_storage
 from farl.forecast.state import ForecastState, init, record, unsharded
 from farl.forecast.steps import StepCounter
 from farl.forecast.stream import rewind, stream
@@ -239,6 +239,7 @@ class Forecaster:
         horizon: Horizon | None = None,
         plan: ForecastPlan | None = None,
         dtype: torch.dtype | None = None,
+        into: Mapping[str, Tensor] | None = None,
         gather: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Plans, records and streams the forecast weights of all named parameters, frozen ones unchanged.
@@ -247,16 +248,52 @@ class Forecaster:
             horizon: updates ahead; the default of the forecaster if None.
             plan: a plan of this version to ship instead of a new one.
             dtype: cast last to this dtype; None keeps fp32.
+            into: contiguous tensors to write to, by name, each of whatever dtype and like its parameter or shard in
+                shape and device: a buffer that is used again spares the page faults of a new one. Names without one
+                get a new tensor.
             gather: whole tensors instead of DTensor shards, one at a time; a collective, so call it on every rank.
 
         Returns:
             An iterator over name and tensor, in the order of `named_parameters`; consume it before the next
             `observe`.
+
+        Raises:
+            StateError: for tensors to write to that do not fit, or together with `gather`; before anything is recorded.
         """
+        targets = self._require_targets(into or {}, gather)
         shipped = plan if plan is not None else self.plan(horizon)
         self.ship(shipped)
-        leaves = stream(self._state, shipped, self._followed.leaves(), moments=self._streamed_moments(), dtype=dtype)
-        return self._with_frozen(leaves, dtype, gather)
+        leaves = stream(
+            self._state,
+            shipped,
+            self._followed.leaves(),
+            moments=self._streamed_moments(),
+            dtype=dtype,
+            into={name: target.view(-1) for name, target in targets.items() if name in self._written},
+        )
+        return self._with_frozen(leaves, dtype, gather, targets)
+
+    @property
+    def _written(self) -> frozenset[str]:
+        """Parameters whose leaf is what is sent: not the weights that followed products are added to."""
+        return frozenset(self._followed.tracked) - {adapter.weight for adapter in self._adapters}
+
+    def _require_targets(self, into: Mapping[str, Tensor], gather: bool) -> Mapping[str, Tensor]:
+        if into and gather:
+            raise StateError("into: given with gather=True; gather makes whole tensors of its own, so give one of them")
+        masters = self._followed.masters if into else {}
+        for name, target in into.items():
+            if name not in self._parameters or name in self._followed.factors:
+                raise StateError(f"into[{name!r}]: no such weight is streamed; give names that `weights` yields")
+            shard = local(masters.get(name, self._parameters[name]).detach())
+            if target.shape != shard.shape or target.device != shard.device or not target.is_contiguous():
+                raise StateError(
+                    f"into[{name!r}]: {tuple(target.shape)} on {target.device}, contiguous: {target.is_contiguous()}; "
+                    f"give a contiguous tensor of {tuple(shard.shape)} on {shard.device}"
+                )
+            if target.numel() and shares_storage(target, shard):
+                raise StateError(f"into[{name!r}]: is the learner's own weight; give a tensor of its own")
+        return into
 
     def past_weights(self, num_updates: int, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Streams the weights of `num_updates` updates ago, rebuilt from history (for the stale probe)."""
@@ -289,7 +326,11 @@ class Forecaster:
         return self._beside_adapters(self._with_frozen(leaves, dtype, False))
 
     def _with_frozen(
-        self, leaves: Iterator[tuple[str, Tensor]], dtype: torch.dtype | None, gather: bool
+        self,
+        leaves: Iterator[tuple[str, Tensor]],
+        dtype: torch.dtype | None,
+        gather: bool,
+        targets: Mapping[str, Tensor] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter in its order: forecast, or as it is; merged weights in place of adapters."""
         forecast = self._by_parameter(leaves)
@@ -308,6 +349,8 @@ class Forecaster:
             else:
                 kept = parameter.dtype if not parameter.is_floating_point() else dtype or parameter.dtype
                 weight = parameter.detach().to(kept)
+            if targets and name in targets and not shares_storage(targets[name], weight):
+                weight = like(targets[name].copy_(local(weight)), parameter)
             yield name, full(weight) if gather else weight
 
     def _by_parameter(self, leaves: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -42,6 +42,11 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors, or their shards, begin at the same address."""
+    return local(a).data_ptr() == local(b).data_ptr()
+
+
 def num_shards(name: str, tensor: Tensor) -> int:
     """Distinct pieces a leaf is cut into.
 
