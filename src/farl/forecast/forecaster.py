@@ -31,10 +31,11 @@ from farl.forecast.observe import Observation, observe, require_unmoved
 from farl.forecast.plan import ForecastPlan
 from farl.forecast.planning import evidence_of, plan
 from farl.forecast.sample import Reduce
-from farl.forecast.sharded import exchange, full, like, local, reshard, shares_storage
+from farl.forecast.sharded import exchange, reshard
 from farl.forecast.state import ForecastState, init, record, unsharded
 from farl.forecast.steps import StepCounter
 from farl.forecast.stream import rewind, stream
+from farl.forecast.whole import WholeModel
 
 log = logging.getLogger("farl.forecast")
 
@@ -107,6 +108,10 @@ class Forecaster:
     @property
     def _reduce(self) -> Reduce:
         return self._followed.reduce or unsharded
+
+    @property
+    def _whole(self) -> WholeModel:
+        return WholeModel(self._parameters, self._followed)
 
     def _moments(self) -> dict[str, Moments]:
         return self._followed.moments(self._steps.rates)
@@ -260,7 +265,8 @@ class Forecaster:
         Raises:
             StateError: for tensors to write to that do not fit, or together with `gather`; before anything is recorded.
         """
-        targets = self._require_targets(into or {}, gather)
+        whole = self._whole
+        targets = whole.require_targets(into or {}, gather=gather)
         shipped = plan if plan is not None else self.plan(horizon)
         self.ship(shipped)
         leaves = stream(
@@ -269,38 +275,16 @@ class Forecaster:
             self._followed.leaves(),
             moments=self._streamed_moments(),
             dtype=dtype,
-            into={name: target.view(-1) for name, target in targets.items() if name in self._written},
+            into={name: target.view(-1) for name, target in targets.items() if name in whole.written},
         )
-        return self._with_frozen(leaves, dtype, gather, targets)
-
-    @property
-    def _written(self) -> frozenset[str]:
-        """Parameters whose leaf is what is sent: not the weights that followed products are added to."""
-        return frozenset(self._followed.tracked) - {adapter.weight for adapter in self._adapters}
-
-    def _require_targets(self, into: Mapping[str, Tensor], gather: bool) -> Mapping[str, Tensor]:
-        if into and gather:
-            raise StateError("into: given with gather=True; gather makes whole tensors of its own, so give one of them")
-        masters = self._followed.masters if into else {}
-        for name, target in into.items():
-            if name not in self._parameters or name in self._followed.factors:
-                raise StateError(f"into[{name!r}]: no such weight is streamed; give names that `weights` yields")
-            shard = local(masters.get(name, self._parameters[name]).detach())
-            if target.shape != shard.shape or target.device != shard.device or not target.is_contiguous():
-                raise StateError(
-                    f"into[{name!r}]: {tuple(target.shape)} on {target.device}, contiguous: {target.is_contiguous()}; "
-                    f"give a contiguous tensor of {tuple(shard.shape)} on {shard.device}"
-                )
-            if target.numel() and shares_storage(target, shard):
-                raise StateError(f"into[{name!r}]: is the learner's own weight; give a tensor of its own")
-        return into
+        return whole.parameters_of(leaves, dtype, gather=gather, targets=targets)
 
     def past_weights(self, num_updates: int, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Streams the weights of `num_updates` updates ago, rebuilt from history (for the stale probe)."""
         leaves = rewind(
             self._state, num_updates, self._followed.leaves(), moments=self._streamed_moments(), dtype=dtype
         )
-        return self._beside_adapters(self._with_frozen(leaves, dtype, False))
+        return self._whole.beside_adapters(leaves, dtype)
 
     def can_probe(self, plan: ForecastPlan) -> bool:
         """Whether `probe_weights` has something to tell about a plan: it moved or has a shadow, and history reaches."""
@@ -323,56 +307,7 @@ class Forecaster:
             then=plan if plan.held else None,
             dtype=dtype,
         )
-        return self._beside_adapters(self._with_frozen(leaves, dtype, False))
-
-    def _with_frozen(
-        self,
-        leaves: Iterator[tuple[str, Tensor]],
-        dtype: torch.dtype | None,
-        gather: bool,
-        targets: Mapping[str, Tensor] | None = None,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter in its order: forecast, or as it is; merged weights in place of adapters."""
-        forecast = self._by_parameter(leaves)
-        factors, aliases = self._followed.factors, self._followed.aliases
-        tied: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            if name in factors:
-                continue
-            if name in self._followed.tracked:
-                key, weight = next(forecast)
-                assert key == name
-                if name in aliases.values():
-                    tied[name] = weight
-            elif name in aliases:
-                weight = tied[aliases[name]]
-            else:
-                kept = parameter.dtype if not parameter.is_floating_point() else dtype or parameter.dtype
-                weight = parameter.detach().to(kept)
-            if targets and name in targets and not shares_storage(targets[name], weight):
-                weight = like(targets[name].copy_(local(weight)), parameter)
-            yield name, full(weight) if gather else weight
-
-    def _by_parameter(self, leaves: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Flat leaves in the shape of their parameters; products added to the weights they belong to."""
-        if not self._adapters:
-            for name, flat_N in leaves:
-                yield name, like(flat_N, self._parameters[name])
-            return
-        held = dict(leaves)
-        products = {adapter.weight for adapter in self._adapters}
-        for name, parameter in self._parameters.items():
-            if name in products:
-                weight = parameter.detach().float() + held[name].view(parameter.shape)
-                yield name, weight.to(held[name].dtype)
-            elif name in held:
-                yield name, like(held[name], parameter)
-
-    def _beside_adapters(self, leaves: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Merged weights less what the adapters add by themselves: what to put beside active adapters."""
-        added = self._followed.products()
-        for name, weight in leaves:
-            yield name, weight - added[name] if name in added else weight
+        return self._whole.beside_adapters(leaves, dtype)
 
     @contextmanager
     def presented(self, leaves: Iterable[tuple[str, Tensor]], *, module: nn.Module | None = None) -> Iterator[None]:
